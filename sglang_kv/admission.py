@@ -1,0 +1,151 @@
+"""Admission by head pages: a request enters when its physical peak fits, never sooner.
+
+The virtual ledger rarely runs dry, so SGLang's own budget would let everything in. The
+gate sits in ``add_one_req`` itself, the one call that every admission goes through, and
+reserves a chunked prompt's whole peak at its first chunk: a half-prefilled request cannot
+be retracted, so it must never have to wait for memory.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS, AddReqResult, PrefillAdder
+
+from sglang_kv.compression import Compressor
+from sglang_kv.state import PhysicalLedger, RequestState
+
+
+@cache
+def gated_adder(base: type[PrefillAdder], ledger: PhysicalLedger) -> type[PrefillAdder]:
+    """``base`` with the physical gate (cached: SGLang asks at every scheduling round)."""
+
+    class HeadPageAdder(base):  # type: ignore[misc, valid-type]
+        def __init__(self, *args: Any, **kwargs: Any):
+            super().__init__(*args, **kwargs)
+            running = self.running_batch.reqs if self.running_batch is not None else ()
+            self._growth = sum(self._running_growth(req) for req in running)
+
+        def _running_growth(self, req: Any) -> int:
+            left = self._get_running_request_total_token_offset(req)
+            return growth_pages(ledger, req.sglang_kv, max(0, int(left)))
+
+        def add_one_req(
+            self, req: Any, has_chunked_req: bool, truncation_align_size: int | None
+        ) -> AddReqResult:
+            state: RequestState = req.sglang_kv
+            admitted = len(self.can_run_list)
+            # Its prefix must survive both this check and the evictions that make room.
+            tree = ledger.tree
+            if tree is not None:
+                tree.set_reader(state, req.last_node)
+            result = AddReqResult.NO_TOKEN
+            need, growth = self._demand(req)
+            if self._fits(need, growth):
+                result = super().add_one_req(req, has_chunked_req, truncation_align_size)
+            if len(self.can_run_list) > admitted:
+                state.held_pages = int(req.prefix_len) // ledger.page_size * ledger.num_streams
+                state.peak_pages = need + state.held_pages
+                ledger.prefilling.add(state)
+                self._growth += growth
+            elif tree is not None:
+                tree.set_reader(state, None)
+            return result
+
+        def add_chunked_req(self, req: Any) -> Any:
+            limit = _chunk_limit(ledger, req.sglang_kv.policy)
+            if limit is not None:
+                self.chunked_req_limit = min(limit, self.chunked_req_limit or limit)
+            return super().add_chunked_req(req)
+
+        def _check_prefill_budget(
+            self, req: Any, *, chunk_limit: int | None, **kwargs: Any
+        ) -> tuple[bool, int | None]:
+            fits, limit = super()._check_prefill_budget(req, chunk_limit=chunk_limit, **kwargs)
+            own = _chunk_limit(ledger, req.sglang_kv.policy)
+            if limit is not None and own is not None:
+                limit = min(limit, own)
+            return fits, limit
+
+        def _demand(self, req: Any) -> tuple[int, int]:
+            """Head pages beyond the matched prefix: for the prefill's peak, and to decode."""
+            policy: Compressor = req.sglang_kv.policy
+            tokens = len(req.full_untruncated_fill_ids)
+            size, streams = ledger.page_size, ledger.num_streams
+            chunk = _chunk_limit(ledger, policy)
+            peak = policy.peak_pages(tokens, size, chunk, req.prefix_len)
+            left = max(req.sampling_params.max_new_tokens - len(req.output_ids), 0)
+            end = policy.steady_pages(tokens + min(left, CLIP_MAX_NEW_TOKENS), size)
+            held = req.prefix_len // size
+            return max(0, peak - held) * streams, max(0, end - peak) * streams
+
+        def _fits(self, need: int, growth: int) -> bool:
+            pool, tree = ledger.pool, ledger.tree
+            promised = ledger.outstanding
+            idle = tree.idle_pages() if tree is not None else 0
+            # Room to decode is an estimate, so it must not keep out a request that is alone.
+            alone = not (self._growth or self.can_run_list or ledger.rows)
+            if not alone and pool.num_free + idle < promised + need + growth + self._growth:
+                return False
+            want = promised + need
+            return pool.num_free >= want or (tree is not None and tree.evict_pages(want))
+
+    HeadPageAdder.__name__ = f"HeadPage{base.__name__}"
+    return HeadPageAdder
+
+
+def _chunk_limit(ledger: PhysicalLedger, policy: Compressor) -> int | None:
+    """Most prompt tokens that one forward of such a request may compute.
+
+    SGLang's chunk size; less in a pool so small that window and chunk would not fit in it.
+    """
+    chunk, window, size = ledger.chunk_tokens, policy.window, ledger.page_size
+    if chunk is None or window.window_left < 0:
+        return chunk
+    capacity = ledger.pool.num_pages // ledger.num_streams
+    held = window.sink_pages(size) + -(-window.window_left // size) + 1
+    return max(size, min(chunk, (capacity - held - 1) * size))
+
+
+def growth_pages(ledger: PhysicalLedger, state: RequestState, tokens: int) -> int:
+    """Head pages that ``tokens`` more decoded tokens will take beyond what is held."""
+    length = state.length
+    if length == 0:
+        return 0
+    policy, size = state.policy, ledger.page_size
+    more = policy.steady_pages(length + tokens, size) - policy.steady_pages(length, size)
+    return max(0, more) * ledger.num_streams
+
+
+def check_request(ledger: PhysicalLedger, req: Any, trained_length: int | None) -> str | None:
+    """Why this request can never be served, or None. Clips ``max_new_tokens`` to what fits.
+
+    Called at intake, before the queue: a request that can never fit would stall it.
+    """
+    policy: Compressor = req.sglang_kv.policy
+    prompt = len(req.origin_input_ids)
+    size = ledger.page_size
+    capacity = ledger.pool.num_pages // ledger.num_streams  # pages per stream
+    peak = policy.peak_pages(prompt + 1, size, _chunk_limit(ledger, policy))
+    if peak > capacity:
+        return (
+            f"input_ids: the prompt of {prompt} tokens needs {peak} KV pages per layer and head "
+            f"at its peak with kv_compression.method={policy.name!r}, and the whole pool has "
+            f"{capacity} ({capacity * size} tokens); shorten it, compress it, or raise "
+            "--max-total-tokens"
+        )
+    params = req.sampling_params
+    if trained_length is not None:
+        if prompt >= trained_length:
+            return (
+                f"input_ids: the prompt of {prompt} tokens exceeds the {trained_length} positions "
+                "the model was trained for, and this policy keeps original positions"
+            )
+        params.max_new_tokens = min(params.max_new_tokens, trained_length - prompt)
+    if policy.min_kept is None:
+        # Everything is kept, so the answer must fit beside the prompt.
+        params.max_new_tokens = max(0, min(params.max_new_tokens, capacity * size - prompt - 1))
+    if params.min_new_tokens > params.max_new_tokens:
+        params.min_new_tokens = params.max_new_tokens
+    return None

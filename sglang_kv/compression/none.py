@@ -1,0 +1,14 @@
+"""Keep everything: the identity every other method equals when its budget covers the length."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from sglang_kv.compression.base import Compressor, register
+
+
+@register("none")
+@dataclass(frozen=True)
+class NoCompression(Compressor):
+    """Full attention over the whole context."""
+
+    idea: ClassVar[str] = "keep every token"

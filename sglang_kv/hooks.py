@@ -1,0 +1,187 @@
+"""What is hooked into SGLang, and where. Each hook does nothing unless compression is on."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+from sglang_kv import runtime
+from sglang_kv.admission import check_request, gated_adder
+from sglang_kv.config import REQUEST_KEY, Options, PolicyError, add_flags, options_from_flags
+from sglang_kv.kvcache import HeadPageKVPool
+from sglang_kv.ledger import LedgerAllocator
+from sglang_kv.pool import HeadPagePool
+from sglang_kv.startup import active_options
+from sglang_kv.state import PhysicalLedger, RequestState
+
+# -- flags and intake, in the server's main process --
+
+
+def _add_cli_args(_result: None, parser: argparse.ArgumentParser) -> None:
+    add_flags(parser)
+
+
+def _from_cli_args(original: Callable[..., Any], cls: type, args: argparse.Namespace) -> Any:
+    try:
+        options = options_from_flags(args)
+    except (PolicyError, OSError) as error:
+        raise SystemExit(f"sglang-kv: {error}") from None
+    server_args = original(cls, args)
+    options.attach(server_args)
+    return server_args
+
+
+def _verify(params: Any, *_args: Any, **_kwargs: Any) -> None:
+    """Refuse a bad policy where SGLang refuses bad sampling parameters: HTTP 400."""
+    spec = (params.custom_params or {}).get(REQUEST_KEY)
+    if spec is None:
+        return
+    options = active_options()
+    if options is None or not options.active:
+        raise PolicyError(
+            f"{REQUEST_KEY}: this server was started without --kv-compression, so no policy "
+            "can be applied"
+        )
+    options.policy_for(spec)
+
+
+# -- pools, in the scheduler's process --
+
+
+def _build_mha_kv_pool(
+    self: Any, **kwargs: Any
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    options = active_options()
+    if options is None or not options.active:
+        return None
+    return (self,), {**kwargs, "mha_pool_class": HeadPageKVPool}
+
+
+def _build_allocator(original: Callable[..., Any], self: Any, **kwargs: Any) -> Any:
+    pool = kwargs["token_to_kv_pool"]
+    options = active_options()
+    if options is None or not options.active:
+        return original(self, **kwargs)
+    if not isinstance(pool, HeadPageKVPool):
+        raise RuntimeError(
+            f"sglang-kv cannot serve this model: SGLang built a {type(pool).__name__}, and "
+            "only models with one ordinary KV pool are supported"
+        )
+    context = int(self.model_config.context_len)
+    tokens = options.virtual_tokens or max(8 * pool.size, 4 * context)
+    # Fewer virtual tokens than real ones would leave memory that nothing can name.
+    tokens = max(tokens, pool.size)
+    return LedgerAllocator(
+        tokens // pool.page_size * pool.page_size,
+        page_size=pool.page_size,
+        dtype=self.kv_cache_dtype,
+        device=self.device,
+        kvcache=pool,
+        need_sort=False,
+    )
+
+
+def _configure(result: Any, self: Any, **_kwargs: Any) -> None:
+    options = active_options()
+    if options is None or not options.active:
+        return
+    from sglang.srt.runtime_context import get_schedule
+    from sglang.srt.utils.hf_transformers_utils import get_context_length
+
+    pool: HeadPageKVPool = result.token_to_kv_pool
+    allocator: LedgerAllocator = result.token_to_kv_pool_allocator
+    chunk = get_schedule().chunked_prefill_size
+    ledger = PhysicalLedger(
+        HeadPagePool(pool.num_head_pages),
+        num_layers=pool.layer_num,
+        num_kv_heads=pool.head_num,
+        num_token_pages=allocator.num_pages,
+        page_size=pool.page_size,
+        page_bytes=pool.page_bytes,
+        req_to_token=result.req_to_token_pool.req_to_token,
+        chunk_tokens=chunk if chunk and chunk > 0 else None,
+    )
+    assert ledger.dense_capacity == allocator.available_size(), "SGLang's leak check needs this"
+    allocator.ledger = ledger
+    result.req_to_token_pool.attach_aux_cache(ledger)
+    trained = get_context_length(self.model_config.hf_text_config)
+    longer = int(self.model_config.context_len) > trained
+    runtime.install(runtime.Runtime(options, ledger, trained if longer else None))
+
+
+def _alloc_rows(result: list[int] | None, _self: Any, reqs: list[Any]) -> None:
+    current = runtime.current()
+    if current is not None and result is not None:
+        for req in reqs:
+            current.ledger.bind(req)
+
+
+# -- the scheduler --
+
+
+def _create_generation_req(req: Any, _self: Any, recv_req: Any, *_args: Any, **_kw: Any) -> None:
+    current = runtime.current()
+    if current is None:
+        return
+    params = getattr(recv_req.sampling_params, "custom_params", None) or {}
+    try:
+        policy, overridden = current.options.policy_for(params.get(REQUEST_KEY))
+    except PolicyError as error:
+        # The HTTP side checks first; requests that skip it (gRPC) are refused here.
+        req.sglang_kv = RequestState(req, current.options.default_policy)
+        req.set_finish_with_abort(str(error))
+        return
+    req.sglang_kv = RequestState(req, policy, overridden=overridden)
+
+
+def _init_req_max_new_tokens(_result: None, _self: Any, req: Any) -> None:
+    current = runtime.current()
+    if current is None or req.to_finish is not None:
+        return
+    refusal = check_request(current.ledger, req, current.trained_length)
+    if refusal is not None:
+        req.set_finish_with_abort(refusal)
+
+
+def _get_prefill_adder_class(result: Any, _self: Any) -> Any:
+    current = runtime.current()
+    return None if current is None else gated_adder(result, current.ledger)
+
+
+def _run_batch(_result: Any, self: Any, batch: Any, *_args: Any, **_kwargs: Any) -> None:
+    current = runtime.current()
+    if current is None or not batch.forward_mode.is_extend():
+        return
+    if current.ledger.after_prefill(batch.reqs):
+        # Set when the last admission failed; SGLang clears it only when a request leaves.
+        self.running_batch.batch_is_full = False
+        batch.batch_is_full = False
+
+
+def _enable_fused_set_kv_buffer(original: Callable[..., bool], *args: Any, **kwargs: Any) -> bool:
+    # A fused writer would store K and V past the head pages.
+    return original(*args, **kwargs) if runtime.current() is None else False
+
+
+_SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+_CONFIGURATOR = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator"
+
+HOOKS: list[tuple[str, Callable[..., Any], str]] = [
+    ("sglang.srt.server_args.ServerArgs.add_cli_args", _add_cli_args, "AFTER"),
+    ("sglang.srt.server_args.ServerArgs.from_cli_args", _from_cli_args, "AROUND"),
+    ("sglang.srt.sampling.sampling_params.SamplingParams.verify", _verify, "BEFORE"),
+    (f"{_CONFIGURATOR}._build_mha_kv_pool", _build_mha_kv_pool, "BEFORE"),
+    (f"{_CONFIGURATOR}._build_token_to_kv_pool_allocator", _build_allocator, "AROUND"),
+    (f"{_CONFIGURATOR}.configure", _configure, "AFTER"),
+    ("sglang.srt.mem_cache.memory_pool.ReqToTokenPool.alloc", _alloc_rows, "AFTER"),
+    (f"{_SCHEDULER}._create_generation_req", _create_generation_req, "AFTER"),
+    (f"{_SCHEDULER}.init_req_max_new_tokens", _init_req_max_new_tokens, "AFTER"),
+    (f"{_SCHEDULER}.get_prefill_adder_class", _get_prefill_adder_class, "AFTER"),
+    (f"{_SCHEDULER}.run_batch", _run_batch, "AFTER"),
+    (
+        "sglang.srt.models.utils.enable_fused_set_kv_buffer",
+        _enable_fused_set_kv_buffer,
+        "AROUND",
+    ),
+]

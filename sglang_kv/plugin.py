@@ -1,0 +1,87 @@
+"""The entry point: registers everything with SGLang, and proves that it took.
+
+SGLang logs what goes wrong in a plugin and serves on, uncompressed. So a failure here
+raises ``SystemExit``, which its loader lets through, and `verify` runs again wherever
+compression is about to be used.
+"""
+
+from __future__ import annotations
+
+import traceback
+from typing import Any, NoReturn
+
+from sglang_kv import startup
+from sglang_kv.startup import BACKEND
+
+SGLANG_VERSION = "0.5.23"
+
+
+def register() -> None:
+    """SGLang's plugin loader calls this in every process it starts."""
+    try:
+        _register()
+    except Exception:  # a half-installed plugin must not serve
+        traceback.print_exc()
+        _stop("the plugin failed to install (see the traceback above)")
+
+
+def _register() -> None:
+    import sglang
+    from sglang.srt.arg_groups.choices import add_attention_backend_choices
+    from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
+    from sglang.srt.layers.attention.attention_registry import register_attention_backend
+    from sglang.srt.mem_cache.registry import register_radix_cache_backend
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    if sglang.__version__ != SGLANG_VERSION:
+        _stop(f"needs sglang=={SGLANG_VERSION}, found {sglang.__version__}")
+    for target, hook, kind in _all_hooks():
+        HookRegistry.register(target, hook, HookType[kind])
+    add_attention_backend_choices([BACKEND])
+    register_attention_backend(BACKEND)(_attention_backend)
+    register_radix_cache_backend(BACKEND, _tree_cache)
+    register_resolution_hook("handle_missing_default_values")(startup.fill_defaults)
+    register_resolution_hook("handle_other_validations")(startup.refuse_unsupported)
+
+
+def _all_hooks() -> list[tuple[str, Any, str]]:
+    from sglang_kv import hooks
+
+    return hooks.HOOKS
+
+
+def verify() -> None:
+    """Stop this process unless every hook and registration is in place."""
+    from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+    from sglang.srt.mem_cache.registry import get_radix_cache_factory
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    missing = [target for target, _, _ in _all_hooks() if target not in HookRegistry._patched]
+    if BACKEND not in ATTENTION_BACKENDS:
+        missing.append("attention backend registration")
+    if get_radix_cache_factory(BACKEND) is None:
+        missing.append("radix cache registration")
+    if missing:
+        _stop(f"not installed: {', '.join(missing)}")
+
+
+def _attention_backend(model_runner: Any) -> Any:
+    from sglang_kv.backend import HeadPageAttnBackend
+
+    verify()
+    return HeadPageAttnBackend(model_runner)
+
+
+def _tree_cache(context: Any) -> Any:
+    from sglang_kv import runtime
+    from sglang_kv.prefix_cache import HeadPageRadixCache
+
+    verify()
+    current = runtime.current()
+    if current is None:
+        _stop(f"--radix-cache-backend {BACKEND} needs --kv-compression METHOD")
+    return HeadPageRadixCache(context.params, current.ledger)
+
+
+def _stop(reason: str) -> NoReturn:
+    raise SystemExit(f"sglang-kv: {reason}; the server stops rather than serve uncompressed")

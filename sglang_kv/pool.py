@@ -1,0 +1,84 @@
+"""The physical ledger's bottom: head pages, counted by reference.
+
+A *head page* holds ``page_size`` tokens of one KV head of one layer, K and V. All layers
+and heads of a rank draw from one pool, so what one stream drops any other can take.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+Pages = NDArray[np.int32]
+
+
+class HeadPagePool:
+    """Free list and reference counts over page ids ``0 .. num_pages - 1``; no tensors.
+
+    Contract: `alloc` hands out pages with one reference each; a page returns to the free
+    list when its last reference is given up, and nothing else frees it. Callers reserve
+    before they allocate, so running dry in `alloc` is a bookkeeping bug and raises.
+    """
+
+    def __init__(self, num_pages: int):
+        if num_pages <= 0:
+            raise ValueError(f"num_pages must be positive, got {num_pages}")
+        self.num_pages = num_pages
+        self.refs = np.zeros(num_pages, dtype=np.int32)
+        self._free = np.empty(num_pages, dtype=np.int32)
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all references; every page is free."""
+        self.refs[:] = 0
+        # A stack whose top is the lowest id: young pools touch little memory.
+        self._free[:] = np.arange(self.num_pages - 1, -1, -1, dtype=np.int32)
+        self._num_free = self.num_pages
+
+    @property
+    def num_free(self) -> int:
+        return self._num_free
+
+    @property
+    def num_used(self) -> int:
+        return self.num_pages - self._num_free
+
+    def alloc(self, count: int) -> Pages:
+        """``count`` pages, one reference each. ``[count]`` int32."""
+        if count > self._num_free:
+            raise RuntimeError(
+                f"head-page pool exhausted: {count} wanted, {self._num_free} of "
+                f"{self.num_pages} free (admission should have prevented this)"
+            )
+        top = self._num_free
+        pages = self._free[top - count : top][::-1].copy()
+        self._num_free = top - count
+        self.refs[pages] = 1
+        return pages
+
+    def share(self, pages: Pages) -> None:
+        """One more reference to each of ``pages`` (distinct, all in use)."""
+        assert (self.refs[pages] > 0).all(), "a free page was shared"
+        self.refs[pages] += 1
+
+    def release(self, pages: Pages) -> int:
+        """Give up one reference to each of ``pages`` (distinct); return how many became free."""
+        if not len(pages):
+            return 0
+        refs = self.refs[pages] - 1
+        assert (refs >= 0).all(), "a head page was freed twice"
+        self.refs[pages] = refs
+        free = pages[refs == 0]
+        self._free[self._num_free : self._num_free + len(free)] = free
+        self._num_free += len(free)
+        return len(free)
+
+    def check(self) -> None:
+        """Raise unless free list and counts agree exactly (O(num_pages); for tests and idle)."""
+        free = self._free[: self._num_free]
+        if len(np.unique(free)) != len(free):
+            raise AssertionError("a head page is on the free list twice")
+        if (self.refs[free] != 0).any():
+            raise AssertionError("a referenced head page is on the free list")
+        if int((self.refs > 0).sum()) != self.num_used:
+            raise AssertionError("a head page is neither free nor referenced")

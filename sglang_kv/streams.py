@@ -1,0 +1,68 @@
+"""Page lists and lengths of all running streams, laid out as the kernels read them."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from sglang_kv.kernels.layout import GAP, KV_LEN
+
+__all__ = ["GAP", "KV_LEN", "StreamTable"]
+
+
+class StreamTable:
+    """``table[slot, layer, kv_head, i]``: the i-th head page; ``desc[..., 4]``: its lengths.
+
+    ``desc`` holds (kv_len, gap, num_sinks, window_left) as `kernels.layout.PagedStreams`
+    reads them. Slot 0 stays empty, for padded rows. Updated in place, so a decode step
+    writes a few integers per request and copies nothing; it grows by doubling.
+    """
+
+    def __init__(self, num_layers: int, num_kv_heads: int, slots: int = 8, pages: int = 64):
+        self.num_layers = num_layers
+        self.num_kv_heads = num_kv_heads
+        self.table: NDArray[np.int32] = np.zeros(
+            (slots, num_layers, num_kv_heads, pages), dtype=np.int32
+        )
+        self.desc: NDArray[np.int32] = np.zeros(
+            (slots, num_layers, num_kv_heads, 4), dtype=np.int32
+        )
+        self._free = list(range(slots - 1, 0, -1))
+        self._rebind()
+
+    def _rebind(self) -> None:
+        self.table_tensor = torch.from_numpy(self.table)
+        self.desc_tensor = torch.from_numpy(self.desc)
+
+    def take(self, num_sinks: int, window_left: int) -> int:
+        """A slot of empty streams."""
+        if not self._free:
+            slots = len(self.table)
+            self.table = np.concatenate([self.table, np.zeros_like(self.table)])
+            self.desc = np.concatenate([self.desc, np.zeros_like(self.desc)])
+            self._free = list(range(2 * slots - 1, slots - 1, -1))
+            self._rebind()
+        slot = self._free.pop()
+        self.desc[slot] = (0, 0, num_sinks, window_left)
+        return slot
+
+    def give(self, slot: int) -> None:
+        self.desc[slot] = 0
+        self._free.append(slot)
+
+    def reset(self) -> None:
+        self.desc[:] = 0
+        self._free = list(range(len(self.table) - 1, 0, -1))
+
+    def fit(self, pages: int) -> None:
+        """Make room for lists of ``pages`` pages."""
+        width = self.table.shape[3]
+        if pages <= width:
+            return
+        while width < pages:
+            width *= 2
+        wide = np.zeros((*self.table.shape[:3], width), dtype=np.int32)
+        wide[..., : self.table.shape[3]] = self.table
+        self.table = wide
+        self._rebind()
