@@ -9,7 +9,7 @@ be retracted, so it must never have to wait for memory.
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS, AddReqResult, PrefillAdder
 
@@ -18,10 +18,12 @@ from sglang_kv.state import PhysicalLedger, RequestState
 
 
 @cache
-def gated_adder(base: type[PrefillAdder], ledger: PhysicalLedger) -> type[PrefillAdder]:
+def gated_adder(base: Any, ledger: PhysicalLedger) -> type[PrefillAdder]:
     """``base`` with the physical gate (cached: SGLang asks at every scheduling round)."""
 
-    class HeadPageAdder(base):  # type: ignore[misc, valid-type]
+    class HeadPageAdder(base):
+        chunked_req_limit: int | None
+
         def __init__(self, *args: Any, **kwargs: Any):
             super().__init__(*args, **kwargs)
             running = self.running_batch.reqs if self.running_batch is not None else ()
@@ -92,7 +94,7 @@ def gated_adder(base: type[PrefillAdder], ledger: PhysicalLedger) -> type[Prefil
             return pool.num_free >= want or (tree is not None and tree.evict_pages(want))
 
     HeadPageAdder.__name__ = f"HeadPage{base.__name__}"
-    return HeadPageAdder
+    return cast(type[PrefillAdder], HeadPageAdder)
 
 
 def _chunk_limit(ledger: PhysicalLedger, policy: Compressor) -> int | None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from sglang_kv import runtime
 from sglang_kv.admission import check_request, gated_adder
-from sglang_kv.config import REQUEST_KEY, Options, PolicyError, add_flags, options_from_flags
+from sglang_kv.config import REQUEST_KEY, PolicyError, add_flags, options_from_flags
 from sglang_kv.kvcache import HeadPageKVPool
 from sglang_kv.ledger import LedgerAllocator
 from sglang_kv.pool import HeadPagePool
@@ -49,9 +49,7 @@ def _verify(params: Any, *_args: Any, **_kwargs: Any) -> None:
 # -- pools, in the scheduler's process --
 
 
-def _build_mha_kv_pool(
-    self: Any, **kwargs: Any
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+def _build_mha_kv_pool(self: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     options = active_options()
     if options is None or not options.active:
         return None

@@ -45,9 +45,9 @@ def _register() -> None:
 
 
 def _all_hooks() -> list[tuple[str, Any, str]]:
-    from sglang_kv import hooks
+    from sglang_kv import hooks, metrics, report
 
-    return hooks.HOOKS
+    return [*hooks.HOOKS, *report.HOOKS, *metrics.HOOKS]
 
 
 def verify() -> None:
@@ -56,7 +56,9 @@ def verify() -> None:
     from sglang.srt.mem_cache.registry import get_radix_cache_factory
     from sglang.srt.plugins.hook_registry import HookRegistry
 
-    missing = [target for target, _, _ in _all_hooks() if target not in HookRegistry._patched]
+    # SGLang keeps no public list of the hooks it applied; a failed one is only logged.
+    patched = HookRegistry._patched  # noqa: SLF001
+    missing = [target for target, _, _ in _all_hooks() if target not in patched]
     if BACKEND not in ATTENTION_BACKENDS:
         missing.append("attention backend registration")
     if get_radix_cache_factory(BACKEND) is None:

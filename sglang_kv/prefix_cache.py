@@ -28,12 +28,14 @@ class HeadPageRadixCache(RadixCache):
         self.ledger = ledger
         self._readers: dict[TreeNode, int] = {}
         self._hollow: set[TreeNode] = set()
+        self._idle_tokens = 0  # resident, and read by nobody
         super().__init__(params)
         ledger.tree = self
 
     def reset(self) -> None:
         self._readers.clear()
         self._hollow.clear()
+        self._idle_tokens = 0
         super().reset()
 
     # -- matching and publishing --
@@ -88,7 +90,9 @@ class HeadPageRadixCache(RadixCache):
     ) -> tuple[int, TreeNode]:
         if self._hollow:
             self._adopt(key, value)
-        return super()._insert_helper(node, key, value, priority, inserted_len)
+        known, last = super()._insert_helper(node, key, value, priority, inserted_len)
+        self._idle_tokens += len(key) - known
+        return known, last
 
     def _adopt(self, key: RadixKey, value: torch.Tensor) -> None:
         """Fill the hollow nodes on ``key``'s path from the newcomer's token pages."""
@@ -108,6 +112,7 @@ class HeadPageRadixCache(RadixCache):
                 donor = self._token_pages(value[done : done + matched])
                 self.ledger.adopt(self._token_pages(child.value), donor)
                 self._hollow.discard(child)
+                self._idle_tokens += matched if child not in self._readers else 0
             if not whole:
                 return
             node, done = child, done + matched
@@ -123,7 +128,10 @@ class HeadPageRadixCache(RadixCache):
     def _delete_leaf(self, node: TreeNode) -> None:
         assert node not in self._readers, "a node that a request reads was deleted"
         super()._delete_leaf(node)
-        self._hollow.discard(node)
+        if node in self._hollow:
+            self._hollow.discard(node)
+        else:
+            self._idle_tokens -= len(node.key)
 
     # -- physical readers --
 
@@ -134,23 +142,23 @@ class HeadPageRadixCache(RadixCache):
         # Count the new path first: what both share never drops to zero.
         if node is not None:
             for step in self._path(node):
-                self._readers[step] = self._readers.get(step, 0) + 1
+                count = self._readers.get(step, 0)
+                self._readers[step] = count + 1
+                if count == 0 and step not in self._hollow:
+                    self._idle_tokens -= len(step.key)
         if state.reader_node is not None:
             for step in self._path(state.reader_node):
                 self._readers[step] -= 1
-                if not self._readers[step]:
+                if self._readers[step] == 0:
                     del self._readers[step]
+                    if step not in self._hollow:
+                        self._idle_tokens += len(step.key)
         state.reader_node = node
 
     def idle_pages(self) -> int:
         """Head pages that nobody reads through the tree (some may be shared with a private
         request, and would not be freed by emptying their node)."""
-        idle = sum(
-            len(node.key)
-            for node in self._nodes()
-            if node not in self._readers and node not in self._hollow
-        )
-        return idle // self.page_size * self.ledger.num_streams
+        return self._idle_tokens // self.page_size * self.ledger.num_streams
 
     def evict_pages(self, want_free: int) -> bool:
         """Empty nodes that nobody reads, deepest and least recently used first, until
@@ -186,7 +194,20 @@ class HeadPageRadixCache(RadixCache):
         else:
             self.ledger.release_token_pages(self._token_pages(node.value))
             self._hollow.add(node)
+            self._idle_tokens -= len(node.key)
         self.kv_events.record_remove(node)
+
+    def check(self) -> None:
+        """Raise unless the counts agree with a walk over all nodes (for tests)."""
+        idle = sum(
+            len(node.key)
+            for node in self._nodes()
+            if node not in self._readers and node not in self._hollow
+        )
+        assert idle == self._idle_tokens, f"{self._idle_tokens} idle tokens counted, {idle} found"
+        for node in self._hollow:
+            assert node not in self._readers, "a request reads an emptied node"
+            assert all(c in self._hollow for c in node.children.values()), "resident under hollow"
 
     # -- walking --
 

@@ -68,9 +68,7 @@ def refuse_unsupported(server_args: Any, previous: Callable[[Any], None]) -> Non
 
     problems = _problems(resolving_view(server_args))
     if problems:
-        raise ValueError(
-            "--kv-compression cannot be combined with: " + "; ".join(problems)
-        )
+        raise ValueError("--kv-compression cannot be combined with: " + "; ".join(problems))
 
 
 def _problems(args: Any) -> list[str]:
@@ -111,7 +109,9 @@ def _problems(args: Any) -> list[str]:
             f"--kv-cache-dtype {args.kv_cache_dtype}",
         ),
         (args.tokenizer_worker_num > 1, "--tokenizer-worker-num above 1"),
-        (args.page_size is not None and args.page_size not in (1, 16, 32),
-         f"--page-size {args.page_size} (1, 16 and 32 are supported)"),
+        (
+            args.page_size is not None and args.page_size not in (1, 16, 32),
+            f"--page-size {args.page_size} (1, 16 and 32 are supported)",
+        ),
     ]
     return [message for bad, message in checks if bad]

@@ -207,7 +207,9 @@ class Harness:
         for query in range(queries):
             t = req.extend_end - queries + query
             seen = [positions[i] for i in torch.nonzero(mask[query]).flatten().tolist()]
-            assert seen == paper_visible(state.policy, t), f"query {t} of {state.policy} sees {seen}"
+            assert seen == paper_visible(state.policy, t), (
+                f"query {t} of {state.policy} sees {seen}"
+            )
         for index, position in enumerate(positions):
             if mask[:, index].any():
                 slot = (pages[index // self.page_size], index % self.page_size)
@@ -218,6 +220,7 @@ class Harness:
 
     def check(self) -> None:
         self.ledger.check()
+        self.tree.check()
         held = sum(
             -(-req.kv.kv_allocated_len // self.page_size) * self.page_size
             - req.kv.cache_protected_len

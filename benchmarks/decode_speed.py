@@ -1,0 +1,122 @@
+"""How fast is a decode step, beside stock SGLang, with the same flags?
+
+    python benchmarks/decode_speed.py --batch 8 --context 4000
+
+Each arm is a server of its own: stock SGLang (`torch_native`), then sglang-kv with `none`
+and with streamingllm. Requests have different prompts, so nothing is shared. Only the steps
+in which all requests decode together are timed. One JSON line per arm, and the ratio to the
+bytes that the step must read over the measured read bandwidth.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import random
+import statistics
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from sglang_kv.benchmarks.common import read_bandwidth_gb_s, record
+from sglang_kv.benchmarks.server import Server, generate_body
+
+ARMS: dict[str, tuple[list[str], dict[str, Any] | None]] = {
+    "stock": (["--attention-backend", "torch_native"], None),
+    "none": (["--kv-compression", "none"], {"method": "none"}),
+    "streamingllm": (["--kv-compression", "none"], {"method": "streamingllm"}),
+}
+
+
+def run_batch(
+    server: Server, prompts: list[list[int]], policy: dict[str, Any] | None, new_tokens: int
+) -> tuple[list[list[float]], float]:
+    """Token times of each request, and when the batch was sent (s)."""
+    times: list[list[float]] = [[] for _ in prompts]
+
+    def one(index: int) -> None:
+        body = generate_body(prompts[index], policy, max_new_tokens=new_tokens, ignore_eos=True)
+        for _ in server.stream("/generate", body, timeout_s=1800):
+            times[index].append(time.perf_counter())
+
+    threads = [threading.Thread(target=one, args=(i,)) for i in range(len(prompts))]
+    start = time.perf_counter()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return times, start
+
+
+def measure(
+    server: Server, batch: int, context: int, steps: int, policy: dict[str, Any] | None, seed: int
+) -> dict[str, float]:
+    rng = random.Random(seed)
+    prompts = [[rng.randrange(100, 40000) for _ in range(context)] for _ in range(batch)]
+    times, start = run_batch(server, prompts, policy, steps)
+    together = max(t[0] for t in times)  # the last prompt is done: all decode from here on
+    end = min(t[-1] for t in times)
+    inside = [[x for x in t if together <= x <= end] for t in times]
+    step_s = statistics.median(b - a for t in inside for a, b in itertools.pairwise(t))
+    return {
+        "step_ms": round(step_s * 1e3, 2),
+        "decode_tok_s": round(batch / step_s, 2),
+        "prefill_tok_s": round(batch * context / (together - start), 1),
+        "steps": min(len(t) for t in inside),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--context", type=int, default=4000)
+    parser.add_argument("--steps", type=int, default=48, help="decoded tokens per request")
+    parser.add_argument("--arms", default="stock,none,streamingllm")
+    parser.add_argument("--weight-bytes", type=float, default=269e6, help="read once per step")
+    parser.add_argument("--kv-bytes-per-token", type=float, default=23040)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    bandwidth = read_bandwidth_gb_s()
+    pool = args.batch * (args.context + args.steps + 64) + 4096
+    flags = ["--max-total-tokens", str(pool), "--max-running-requests", str(max(8, args.batch))]
+    flags += ["--chunked-prefill-size", "4096", "--page-size", "16", "--disable-radix-cache"]
+    base: float | None = None
+    for arm in args.arms.split(","):
+        extra, policy = ARMS[arm]
+        with Server(args.model, *flags, *extra) as server:
+            run_batch(server, [[5] * 64] * 2, policy, 8)  # first calls build and warm up
+            row = measure(server, args.batch, args.context, args.steps, policy, args.seed)
+            backend = "sglang_kv" if "impl=HeadPageRadixCache" in server.log else "stock"
+        kept = args.context + args.steps // 2
+        if arm == "streamingllm":
+            kept = min(kept, 1024)
+        limit_s = (args.weight_bytes + args.batch * kept * args.kv_bytes_per_token) / (
+            bandwidth * 1e9
+        )
+        base = base or row["decode_tok_s"]
+        record(
+            "decode_speed",
+            {
+                "arm": arm,
+                "proved": backend,
+                "batch": args.batch,
+                "context": args.context,
+                **row,
+                "ratio_to_first_arm": round(row["decode_tok_s"] / base, 2),
+                "read_gb_s": round(bandwidth, 1),
+                "limit_step_ms": round(limit_s * 1e3, 1),
+                "share_of_limit": round(limit_s * 1e3 / row["step_ms"], 3),
+                "seed": args.seed,
+            },
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,178 @@
+"""Start an SGLang server, talk to it, stop it: for benchmarks and tests alike."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+class HTTPError(Exception):
+    """The server answered with an error status."""
+
+    def __init__(self, status: int, body: str):
+        super().__init__(f"HTTP {status}: {body}")
+        self.status = status
+        self.body = body
+
+
+class Server:
+    """An SGLang server on this machine's CPU, in a process group of its own.
+
+    Args:
+        model: path or name.
+        args: flags of ``sglang serve``.
+        env: extra environment.
+        entry: how to start it, ``sglang serve`` or ``launch_server``.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        *args: str,
+        env: dict[str, str] | None = None,
+        entry: str = "serve",
+        start_timeout_s: float = 180,
+    ):
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._log = tempfile.NamedTemporaryFile("w+", suffix=".log", delete=False)  # noqa: SIM115
+        head = {
+            "serve": [str(Path(sys.executable).with_name("sglang")), "serve"],
+            "launch_server": [sys.executable, "-m", "sglang.launch_server"],
+        }[entry]
+        self.command = [*head, "--model-path", str(model), "--device", "cpu"]
+        self.command += ["--host", "127.0.0.1", "--port", str(self.port), *args]
+        self._process = subprocess.Popen(
+            self.command,
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+            # Far from any checkout: what runs is what is installed.
+            cwd=tempfile.gettempdir(),
+            env={**os.environ, "SGLANG_USE_CPU_ENGINE": "1", **(env or {})},
+            start_new_session=True,
+        )
+        try:
+            self._wait(start_timeout_s)
+        except BaseException:
+            self.stop()
+            raise
+
+    def _wait(self, timeout_s: float) -> None:
+        # SGLang answers requests before its own warm-up is done; this line ends it.
+        deadline = time.monotonic() + timeout_s
+        while "ready to roll" not in self.log:
+            if not self.alive:
+                raise RuntimeError(f"the server did not start:\n{self.log[-4000:]}")
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"no server after {timeout_s} s:\n{self.log[-4000:]}")
+            time.sleep(0.2)
+
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    @property
+    def log(self) -> str:
+        return Path(self._log.name).read_text(errors="replace")
+
+    def stop(self) -> None:
+        """End every process that this server started."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(10)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait(10)
+        self._log.close()
+
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        self.stop()
+
+    # -- requests --
+
+    def post(self, path: str, body: dict[str, Any], timeout_s: float = 600) -> Any:
+        request = urllib.request.Request(
+            self.url + path,
+            json.dumps(body).encode(),
+            {"Content-Type": "application/json"},
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=timeout_s) as answer:
+                return json.load(answer)
+        except urllib.error.HTTPError as error:
+            raise HTTPError(error.code, error.read().decode()) from None
+
+    def get(self, path: str, timeout_s: float = 60) -> str:
+        with urllib.request.urlopen(self.url + path, timeout=timeout_s) as answer:
+            return str(answer.read().decode())
+
+    def stream(self, path: str, body: dict[str, Any], timeout_s: float = 600) -> Iterator[Any]:
+        """The server-sent events of a streaming request."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout_s)
+        try:
+            text = json.dumps({**body, "stream": True})
+            connection.request("POST", path, text, {"Content-Type": "application/json"})
+            answer = connection.getresponse()
+            if answer.status != 200:
+                raise HTTPError(answer.status, answer.read().decode())
+            for line in answer:
+                if line.startswith(b"data: ") and line.strip() != b"data: [DONE]":
+                    yield json.loads(line[6:])
+        finally:
+            connection.close()
+
+    def generate(
+        self, prompt: str | list[int], policy: dict[str, Any] | None = None, **options: Any
+    ) -> Any:
+        """``/generate``, greedy unless told otherwise; ``policy`` is the request's own."""
+        return self.post("/generate", generate_body(prompt, policy, **options))
+
+    def metric(self, name: str, **labels: str) -> float:
+        """Sum of a metric's samples that carry ``labels``."""
+        total, found = 0.0, False
+        for line in self.get("/metrics").splitlines():
+            match = re.match(r"([^{\s]+)(?:\{(.*)\})? (\S+)", line)
+            if match is None or match[1] != name:
+                continue
+            if all(f'{k}="{v}"' in (match[2] or "") for k, v in labels.items()):
+                total, found = total + float(match[3]), True
+        if not found:
+            raise KeyError(f"no metric {name} {labels}")
+        return total
+
+
+def generate_body(
+    prompt: str | list[int], policy: dict[str, Any] | None = None, **options: Any
+) -> dict[str, Any]:
+    sampling = {"temperature": 0, "max_new_tokens": 16}
+    for key in list(options):
+        if key in ("max_new_tokens", "ignore_eos", "temperature", "stop", "min_new_tokens"):
+            sampling[key] = options.pop(key)
+    if policy is not None:
+        sampling["custom_params"] = {"kv_compression": policy}  # type: ignore[assignment]
+    field = "text" if isinstance(prompt, str) else "input_ids"
+    return {field: prompt, "sampling_params": sampling, **options}
