@@ -8,7 +8,8 @@ from typing import Any
 
 from sglang_kv import runtime
 from sglang_kv.admission import check_request, gated_adder
-from sglang_kv.config import REQUEST_KEY, PolicyError, add_flags, options_from_flags
+from sglang_kv.compression import PolicyError
+from sglang_kv.config import REQUEST_KEY, add_flags, options_from_flags
 from sglang_kv.kvcache import HeadPageKVPool
 from sglang_kv.ledger import LedgerAllocator
 from sglang_kv.pool import HeadPagePool

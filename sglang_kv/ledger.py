@@ -17,6 +17,7 @@ class LedgerAllocator(PagedTokenToKVPoolAllocator):
     """`PagedTokenToKVPoolAllocator` (any page size, 1 too) with a physical ledger below."""
 
     ledger: PhysicalLedger | None = None
+    _checked = -1
 
     def _release_page_ids(self, *page_ids: torch.Tensor) -> None:
         # The one place through which every free of SGLang's goes, deferred groups included.
@@ -57,10 +58,13 @@ class LedgerAllocator(PagedTokenToKVPoolAllocator):
 
     def verify_byte_accounting(self) -> list[str]:
         """SGLang's idle check: the physical ledger's references must add up."""
-        if self.ledger is None:
+        ledger = self.ledger
+        # Asked at every turn of the idle loop; the walk is due once after each change.
+        if ledger is None or ledger.pool.changes == self._checked:
             return []
+        self._checked = ledger.pool.changes
         try:
-            self.ledger.check()
+            ledger.check()
         except AssertionError as error:
             return [str(error)]
         return []

@@ -34,6 +34,7 @@ class HeadPagePool:
         # A stack whose top is the lowest id: young pools touch little memory.
         self._free[:] = np.arange(self.num_pages - 1, -1, -1, dtype=np.int32)
         self._num_free = self.num_pages
+        self.changes = 0  # grows with every change: tells whether a check is due
 
     @property
     def num_free(self) -> int:
@@ -50,6 +51,7 @@ class HeadPagePool:
                 f"head-page pool exhausted: {count} wanted, {self._num_free} of "
                 f"{self.num_pages} free (admission should have prevented this)"
             )
+        self.changes += 1
         top = self._num_free
         pages = self._free[top - count : top][::-1].copy()
         self._num_free = top - count
@@ -59,12 +61,14 @@ class HeadPagePool:
     def share(self, pages: Pages) -> None:
         """One more reference to each of ``pages`` (distinct, all in use)."""
         assert (self.refs[pages] > 0).all(), "a free page was shared"
+        self.changes += 1
         self.refs[pages] += 1
 
     def release(self, pages: Pages) -> int:
         """Give up one reference to each of ``pages`` (distinct); return how many became free."""
         if not len(pages):
             return 0
+        self.changes += 1
         refs = self.refs[pages] - 1
         assert (refs >= 0).all(), "a head page was freed twice"
         self.refs[pages] = refs

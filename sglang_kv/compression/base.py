@@ -64,6 +64,8 @@ class Compressor:
     #: One line for tables and ``--help``.
     idea: ClassVar[str]
     paper: ClassVar[str] = ""
+    #: Further keys that `from_params` understands.
+    aliases: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
     def from_params(cls, params: Mapping[str, Any]) -> Compressor:
@@ -71,7 +73,7 @@ class Compressor:
         fields = {f.name: f for f in dataclasses.fields(cls)}
         for key, value in params.items():
             if key not in fields:
-                known = ", ".join(fields) or "none"
+                known = ", ".join([*fields, *cls.aliases]) or "no parameters"
                 raise PolicyError(
                     f"kv_compression.{key}: unknown parameter of {cls.name!r} (it takes: {known})"
                 )

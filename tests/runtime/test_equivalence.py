@@ -1,0 +1,136 @@
+"""What the server computes, against two things that are not ours: stock SGLang, and the
+model in transformers with the paper's mask."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sglang_kv.benchmarks.server import Server
+
+pytestmark = pytest.mark.server
+
+LENGTHS = [1, 2, 15, 16, 17, 31, 33, 64, 100, 127, 128, 200, 300, 511, 640, 777, 1025, 1500, 2500]
+LONGEST = 6000
+NEW_TOKENS = 8
+FLAGS = [
+    *("--max-total-tokens", "16000", "--max-running-requests", "8", "--context-length", "8192"),
+    *("--page-size", "16", "--chunked-prefill-size", "2048", "--disable-radix-cache"),
+]
+STOCK = ["--attention-backend", "torch_native"]
+OURS = ["--kv-compression", "none"]
+
+
+@pytest.fixture(scope="module")
+def text_ids(root: Path, demo_model: Path) -> list[int]:
+    from transformers import AutoTokenizer
+
+    text = next((root / "scripts/demo").glob("*.txt")).read_text()
+    ids: list[int] = AutoTokenizer.from_pretrained(demo_model)(text)["input_ids"]
+    return ids
+
+
+@pytest.fixture(scope="module")
+def prompts(text_ids: list[int]) -> list[list[int]]:
+    """Prose and noise of 20 lengths, around the edges of pages and chunks."""
+    rng = random.Random(0)
+    noise = [[rng.randrange(100, 40000) for _ in range(n)] for n in LENGTHS[::2]]
+    prose = [text_ids[n : 2 * n] for n in LENGTHS[1::2]]
+    return [*noise, *prose, (text_ids * 2)[:LONGEST]]
+
+
+def answers(server: Server, prompts: list[list[int]]) -> list[Any]:
+    """Logprobs of prompt and greedy output, one request at a time: equal batch shapes."""
+    return [
+        server.generate(
+            prompt,
+            max_new_tokens=NEW_TOKENS,
+            ignore_eos=True,
+            return_logprob=True,
+            logprob_start_len=0,
+        )
+        for prompt in prompts
+    ]
+
+
+def logprobs(answer: Any) -> torch.Tensor:
+    meta = answer["meta_info"]
+    pairs = [*meta["input_token_logprobs"][1:], *meta["output_token_logprobs"]]
+    return torch.tensor([pair[0] for pair in pairs])
+
+
+@pytest.fixture(scope="module")
+def stock_fp32(demo_model: Path, prompts: list[list[int]]) -> list[Any]:
+    with Server(demo_model, *FLAGS, *STOCK, "--dtype", "float32") as server:
+        assert "HeadPageRadixCache" not in server.log
+        return answers(server, prompts)
+
+
+@pytest.fixture(scope="module")
+def ours_fp32(demo_model: Path) -> Any:
+    with Server(demo_model, *FLAGS, *OURS, "--dtype", "float32") as server:
+        assert "impl=HeadPageRadixCache" in server.log
+        yield server
+
+
+def test_none_equals_stock(
+    stock_fp32: list[Any], ours_fp32: Server, prompts: list[list[int]]
+) -> None:
+    for stock, ours in zip(stock_fp32, answers(ours_fp32, prompts), strict=True):
+        assert ours["meta_info"]["kv_compression"]["method"] == "none"
+        torch.testing.assert_close(logprobs(ours), logprobs(stock), atol=2e-3, rtol=0)
+        assert ours["output_ids"] == stock["output_ids"]
+
+
+@pytest.mark.parametrize(
+    ("sinks", "recent", "length"), [(4, 252, 2400), (0, 40, 300), (4, 1020, 900)]
+)
+def test_streamingllm_equals_the_papers_mask(
+    ours_fp32: Server, demo_model: Path, text_ids: list[int], sinks: int, recent: int, length: int
+) -> None:
+    """Within chunks, across them and in decode, a query sees sinks, window and itself."""
+    from transformers import AutoModelForCausalLM
+
+    prompt = text_ids[:length]
+    answer = ours_fp32.generate(
+        prompt,
+        {"method": "streamingllm", "sinks": sinks, "recent": recent},
+        max_new_tokens=40,
+        ignore_eos=True,
+        return_logprob=True,
+        logprob_start_len=0,
+    )
+    ids = torch.tensor([prompt + answer["output_ids"]])
+    position = torch.arange(ids.shape[1])
+    seen = (position <= position[:, None]) & (
+        (position < sinks) | (position >= position[:, None] - recent)
+    )
+    mask = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)
+    model = AutoModelForCausalLM.from_pretrained(demo_model, dtype=torch.float32)
+    with torch.no_grad():
+        logits = model(ids, attention_mask=mask[None, None]).logits[0]
+    expected = logits.log_softmax(-1)[:-1].gather(1, ids[0, 1:, None])[:, 0]
+    torch.testing.assert_close(logprobs(answer), expected, atol=2e-3, rtol=0)
+    report = answer["meta_info"]["kv_compression"]
+    assert report["kept_tokens"] == min(sinks + recent, report["logical_tokens"])
+
+
+@pytest.mark.slow
+def test_bf16_is_as_close_to_fp32_as_stock_is(
+    stock_fp32: list[Any], demo_model: Path, prompts: list[list[int]]
+) -> None:
+    def distance(*flags: str) -> float:
+        with Server(demo_model, *FLAGS, *flags, "--dtype", "bfloat16") as server:
+            got = answers(server, prompts)
+        gaps = []
+        for ours, exact in zip(got, stock_fp32, strict=True):
+            # After the first token the texts may differ; the prompt's logprobs never do.
+            count = len(exact["meta_info"]["input_token_logprobs"]) - 1
+            gaps.append((logprobs(ours)[:count] - logprobs(exact)[:count]).abs())
+        return float(torch.cat(gaps).mean())
+
+    assert distance(*OURS) <= 1.1 * distance(*STOCK)
