@@ -8,6 +8,7 @@ be retracted, so it must never have to wait for memory.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import Any, cast
 
@@ -51,6 +52,11 @@ def gated_adder(base: Any, ledger: PhysicalLedger) -> type[PrefillAdder]:
                 state.peak_pages = need + state.held_pages
                 ledger.prefilling.add(state)
                 self._growth += growth
+                if self.new_chunked_req is req:
+                    # SGLang keeps track of one unfinished prompt: a chunk that was cut short
+                    # for our reasons must not leave room for a second one in this pass.
+                    self.rem_chunk_tokens = 0
+                    result = AddReqResult.OTHER
             elif tree is not None:
                 tree.set_reader(state, None)
             return result
@@ -58,8 +64,12 @@ def gated_adder(base: Any, ledger: PhysicalLedger) -> type[PrefillAdder]:
         def add_chunked_req(self, req: Any) -> Any:
             limit = _chunk_limit(ledger, req.sglang_kv.policy)
             if limit is not None:
+                limit = min(limit, _to_fold(req) or limit)
                 self.chunked_req_limit = min(limit, self.chunked_req_limit or limit)
-            return super().add_chunked_req(req)
+            unfinished = super().add_chunked_req(req)
+            if unfinished is not None:
+                self.rem_chunk_tokens = 0
+            return unfinished
 
         def _check_prefill_budget(
             self, req: Any, *, chunk_limit: int | None, **kwargs: Any
@@ -70,13 +80,21 @@ def gated_adder(base: Any, ledger: PhysicalLedger) -> type[PrefillAdder]:
                 limit = min(limit, own)
             return fits, limit
 
+        def _select_prefill_admission(self, req: Any, **kwargs: Any) -> Any:
+            admission = super()._select_prefill_admission(req, **kwargs)
+            rest = _to_fold(req)
+            if isinstance(admission, AddReqResult) or not rest or rest >= admission.extend_len:
+                return admission
+            # The chunk ends where the policy takes hold, wherever in a page that is.
+            return replace(admission, extend_len=rest, max_new_tokens=0, is_chunked=True)
+
         def _demand(self, req: Any) -> tuple[int, int]:
             """Head pages beyond the matched prefix: for the prefill's peak, and to decode."""
             policy: Compressor = req.sglang_kv.policy
             tokens = len(req.full_untruncated_fill_ids)
             size, streams = ledger.page_size, ledger.num_streams
             chunk = _chunk_limit(ledger, policy)
-            peak = policy.peak_pages(tokens, size, chunk, req.prefix_len)
+            peak = policy.peak_pages(tokens, size, chunk, req.sglang_kv.fold_at)
             left = max(req.sampling_params.max_new_tokens - len(req.output_ids), 0)
             end = policy.steady_pages(tokens + min(left, CLIP_MAX_NEW_TOKENS), size)
             held = req.prefix_len // size
@@ -95,6 +113,11 @@ def gated_adder(base: Any, ledger: PhysicalLedger) -> type[PrefillAdder]:
 
     HeadPageAdder.__name__ = f"HeadPage{base.__name__}"
     return cast(type[PrefillAdder], HeadPageAdder)
+
+
+def _to_fold(req: Any) -> int:
+    """Tokens until the chunk has to end because the policy takes hold; 0: no such place."""
+    return max(0, (req.sglang_kv.fold_at or 0) - int(req.prefix_len))
 
 
 def _chunk_limit(ledger: PhysicalLedger, policy: Compressor) -> int | None:
@@ -129,7 +152,10 @@ def check_request(ledger: PhysicalLedger, req: Any, trained_length: int | None) 
     prompt = len(req.origin_input_ids)
     size = ledger.page_size
     capacity = ledger.pool.num_pages // ledger.num_streams  # pages per stream
-    peak = policy.peak_pages(prompt + 1, size, _chunk_limit(ledger, policy))
+    fold_at = req.sglang_kv.fold_at
+    if fold_at is not None and fold_at < prompt and ledger.chunk_tokens is None:
+        return "kv_compression.fold_at: needs chunked prefill (--chunked-prefill-size)"
+    peak = policy.peak_pages(prompt + 1, size, _chunk_limit(ledger, policy), fold_at)
     if peak > capacity:
         return (
             f"input_ids: the prompt of {prompt} tokens needs {peak} KV pages per layer and head "

@@ -16,9 +16,10 @@
     state = summarise.run(document=text, backend=backend)
     state.get_meta_info("summary")["kv_compression"]   # what was kept
 
-The endpoint sends its policy with *every* request it makes: `gen`, `select`, `fork`'s commit and the
-warming of common prefixes. A request without it would fill the prefix cache under another policy.
-`None` sends no policy, and the server's default holds; `{"method": "none"}` asks for the full cache.
+The endpoint sends its policy with *every* request it makes: `gen`, `select`, `fork`'s commit and
+the warming of common prefixes. One without it would fill the prefix cache under another policy.
+`None` sends no policy, and the server's default holds; `{"method": "none"}` asks for the full
+cache.
 
 A policy is bound to a backend object, never to the calling thread. A program only queues its calls;
 a worker thread per state makes them later, so anything read from the thread's context at that

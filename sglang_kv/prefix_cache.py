@@ -43,7 +43,7 @@ class HeadPageRadixCache(RadixCache):
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
         """As SGLang's, but no deeper than the request's policy may share."""
         state: RequestState | None = getattr(params.req, "sglang_kv", None)
-        limit = state.policy.dense_prefix if state is not None else None
+        limit = state.match_limit() if state is not None else None
         if limit is not None and len(params.key) > limit:
             params = MatchPrefixParams(
                 key=params.key[:limit], cow_mamba=params.cow_mamba, req=params.req

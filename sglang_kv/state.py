@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from sglang_kv.compression import Compressor
 from sglang_kv.pool import HeadPagePool, Pages
-from sglang_kv.streams import GAP, KV_LEN, StreamTable
+from sglang_kv.streams import GAP, KV_LEN, NUM_SINKS, WINDOW_LEFT, StreamTable
 
 if TYPE_CHECKING:
     import torch
@@ -61,15 +61,33 @@ class RequestState:
         self.num_pages = 0  # entries in each stream's list
         self.held_pages = 0  # over all streams
         self.peak_pages = 0  # reserved while prefilling, else 0
+        self.folded = False  # the policy has taken hold
         self.private = False
         self.awaiting_checkpoint = False  # a prefill ran whose result the tree has not seen
         self.owes_pages = False  # private, but its dense prefix is still to be published
+
+    @property
+    def fold_at(self) -> int | None:
+        """Where the policy takes hold; None: from the first token."""
+        return self.policy.fold_position(len(self.req.origin_input_ids))
+
+    @property
+    def dense_prefix(self) -> int | None:
+        """Leading tokens with full attention's KV; None: all."""
+        limit, fold_at = self.policy.dense_prefix, self.fold_at
+        return limit if limit is None or fold_at is None else max(limit, fold_at)
+
+    def match_limit(self) -> int | None:
+        """Tokens that may come from the prefix tree; None: no limit."""
+        limit, fold_at = self.policy.dense_prefix, self.fold_at
+        # A chunk has to end at the fold, so at least its last token is computed.
+        return limit if limit is None or fold_at is None else max(limit, fold_at - 1)
 
     def publish_limit(self) -> int | None:
         """Tokens that the prefix tree may take from this request; None: no limit."""
         if self.private and not self.owes_pages:
             return int(self.req.kv.cache_protected_len)
-        return self.policy.dense_prefix
+        return self.dense_prefix
 
     def report(self) -> dict[str, Any] | None:
         """What was applied, for the client; after release, the last values."""
@@ -162,9 +180,8 @@ class PhysicalLedger:
         if state.row == row:
             return
         assert row not in self.rows, f"row {row} is already taken"
-        window = state.policy.window
         state.row = row
-        state.slot = self.streams.take(window.num_sinks, window.window_left)
+        state.slot = self.streams.take()
         self.rows[row] = state
         self.row_to_slot[row] = state.slot
         if not state.counted:
@@ -178,7 +195,7 @@ class PhysicalLedger:
         pairs = zip(req_pool_indices_cpu.tolist(), target_seq_lens_cpu.tolist(), strict=True)
         for row, target in pairs:
             state = self.rows[row]
-            self.trim(state)
+            self.trim(state, max(state.length, int(state.req.prefix_len)))
             if state.private:
                 self._grow_private(state, target)
             else:
@@ -255,21 +272,27 @@ class PhysicalLedger:
             if state is None or state.row < 0:
                 continue
             state.awaiting_checkpoint = True
-            self.trim(state)
+            self.trim(state, state.length)
             if req.extend_end >= len(req.full_untruncated_fill_ids):
                 state.peak_pages = 0
                 self.prefilling.discard(state)
         return self.pool.num_free > before
 
-    def trim(self, state: RequestState) -> None:
-        """Drop the pages that no query from position ``state.length`` on can see."""
+    def trim(self, state: RequestState, position: int) -> None:
+        """Drop the pages that no query from ``position`` on can see."""
         window = state.policy.window
-        if window.window_left < 0 or state.length == 0:
+        if window.window_left < 0 or position < (state.fold_at or 0):
             return
         desc = self.streams.desc[state.slot]
+        if not state.folded:
+            state.folded = True
+            desc[:, :, NUM_SINKS] = window.num_sinks
+            desc[:, :, WINDOW_LEFT] = window.window_left
+        if state.length == 0:
+            return
         sinks = window.sink_pages(self.page_size)
         gone = int(desc[0, 0, GAP]) // self.page_size
-        drop = window.first_page(state.length, self.page_size) - sinks - gone
+        drop = window.first_page(position, self.page_size) - sinks - gone
         if drop <= 0:
             return
         if not state.private:
@@ -293,7 +316,7 @@ class PhysicalLedger:
         owned = int(state.req.kv.cache_protected_len) // self.page_size
         kept = owned
         if state.awaiting_checkpoint and self._publishes(state):
-            limit = state.policy.dense_prefix
+            limit = state.dense_prefix
             whole = state.length if limit is None else min(limit, state.length)
             kept = max(owned, whole // self.page_size)
         self.release_token_pages(self.token_pages(state, kept, state.num_pages))

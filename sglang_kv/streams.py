@@ -6,9 +6,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from sglang_kv.kernels.layout import GAP, KV_LEN
+from sglang_kv.kernels.layout import GAP, KV_LEN, NUM_SINKS, WINDOW_LEFT
 
-__all__ = ["GAP", "KV_LEN", "StreamTable"]
+__all__ = ["GAP", "KV_LEN", "NUM_SINKS", "WINDOW_LEFT", "StreamTable"]
 
 
 class StreamTable:
@@ -35,8 +35,8 @@ class StreamTable:
         self.table_tensor = torch.from_numpy(self.table)
         self.desc_tensor = torch.from_numpy(self.desc)
 
-    def take(self, num_sinks: int, window_left: int) -> int:
-        """A slot of empty streams."""
+    def take(self) -> int:
+        """A slot of empty streams that see everything."""
         if not self._free:
             slots = len(self.table)
             self.table = np.concatenate([self.table, np.zeros_like(self.table)])
@@ -44,7 +44,7 @@ class StreamTable:
             self._free = list(range(2 * slots - 1, slots - 1, -1))
             self._rebind()
         slot = self._free.pop()
-        self.desc[slot] = (0, 0, num_sinks, window_left)
+        self.desc[slot] = (0, 0, 0, -1)
         return slot
 
     def give(self, slot: int) -> None:

@@ -89,6 +89,14 @@ class Compressor:
         """What a query of this request sees."""
         return Window()
 
+    def fold_position(self, prompt_tokens: int) -> int | None:
+        """Position at which the policy takes hold of a prompt; None: from its first token.
+
+        Everything before it is computed with full attention. A chunk ends there, and a
+        retracted request that is computed again folds at the same place.
+        """
+        return None
+
     @property
     def dense_prefix(self) -> int | None:
         """Leading tokens whose KV equals full attention's at every layer; None: all of them.
@@ -110,20 +118,24 @@ class Compressor:
         """Pages of one stream between two steps, with ``num_tokens`` computed."""
         return self.window.pages(num_tokens, page_size)
 
-    def peak_pages(self, num_tokens: int, page_size: int, chunk: int | None, start: int = 0) -> int:
+    def peak_pages(
+        self, num_tokens: int, page_size: int, chunk: int | None, fold_at: int | None = None
+    ) -> int:
         """Most pages one stream holds at any moment while ``num_tokens`` are prefilled.
 
         Args:
             num_tokens: length of the prompt.
             chunk: most tokens that one forward computes (``None``: the whole prompt).
-            start: tokens that came from the prefix cache.
+            fold_at: `fold_position` of the request.
         """
         window = self.window
         total = -(-num_tokens // page_size)
-        if window.window_left < 0 or chunk is None or chunk >= num_tokens - start:
+        if window.window_left < 0 or chunk is None or chunk >= num_tokens:
             return total
-        # A chunk may start anywhere inside a page, hence one page more than it fills.
-        return min(total, window.pages(num_tokens, page_size) + -(-chunk // page_size) + 1)
+        # A chunk may start anywhere inside a page, hence one more page than it fills.
+        windowed = window.pages(num_tokens, page_size) + -(-chunk // page_size) + 1
+        dense = -(-(fold_at or 0) // page_size)
+        return min(total, max(windowed, dense))
 
 
 C = TypeVar("C", bound=type[Compressor])

@@ -30,6 +30,10 @@ class StreamingLLM(Compressor):
 
     sinks: int = field(default=4, metadata={"min": 0, "doc": "first tokens never dropped"})
     recent: int = field(default=1020, metadata={"min": 1, "doc": "newest tokens kept"})
+    fold_at: int | None = field(
+        default=None,
+        metadata={"min": 1, "doc": "prompt position up to which attention is full"},
+    )
 
     @classmethod
     def from_params(cls, params: Mapping[str, Any]) -> Compressor:
@@ -49,6 +53,9 @@ class StreamingLLM(Compressor):
                 )
             params["recent"] = budget - sinks
         return super().from_params(params)
+
+    def fold_position(self, prompt_tokens: int) -> int | None:
+        return None if self.fold_at is None else min(self.fold_at, prompt_tokens)
 
     @property
     def window(self) -> Window:

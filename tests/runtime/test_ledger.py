@@ -106,6 +106,36 @@ def test_prefix_is_shared_across_policies_only_where_it_is_dense() -> None:
     h.check_empty()
 
 
+@pytest.mark.parametrize("fold_at", [1, 17, 60, 100, 500])
+@pytest.mark.parametrize("chunk", [7, 40, 200])
+def test_fold_at_keeps_the_prompt_dense_up_to_it(fold_at: int, chunk: int) -> None:
+    policy = parse_policy({"method": "streamingllm", "sinks": 2, "recent": 13, "fold_at": fold_at})
+    h = Harness()
+    prompt = list(range(100, 200))
+    req = Req(prompt, policy)
+    h.admit(req)
+    while req.extend_end < 100:
+        h.extend(req, chunk)
+        h.checkpoint(req)
+    assert req.sglang_kv.private
+    for token in range(9):
+        h.decode(req, token)
+    # What was computed densely serves a request with another policy.
+    other = Req(prompt, NONE)
+    h.admit(other)
+    assert other.prefix_len == max(16, min(fold_at, 99)) // 4 * 4
+    h.extend(other, 100)
+    h.release(other, publish=False)
+    # Retracted and computed again, it folds at the same place.
+    h.release(req, publish=False)
+    h.admit(req)
+    while req.extend_end < len(req.full_untruncated_fill_ids):
+        h.extend(req, chunk)
+        h.checkpoint(req)
+    h.release(req, publish=True)
+    h.check_empty()
+
+
 def test_disabled_tree() -> None:
     h = Harness(disable_tree=True)
     req = Req(list(range(100, 180)), STREAM)
@@ -122,7 +152,12 @@ def test_random_traffic(seed: int) -> None:
     """Shared prefixes, chunks, decodes, aborts mid-prompt, retractions and evictions."""
     rng = random.Random(seed)
     h = Harness(page_size=rng.choice([1, 4, 8]), pool_tokens=640, virtual_tokens=4096)
-    policies = [NONE, STREAM, parse_policy({"method": "streamingllm", "sinks": 0, "recent": 7})]
+    policies = [
+        NONE,
+        STREAM,
+        parse_policy({"method": "streamingllm", "sinks": 0, "recent": 7}),
+        parse_policy({"method": "streamingllm", "sinks": 3, "recent": 9, "fold_at": 30}),
+    ]
     stems = [[rng.randrange(1000) for _ in range(50)] for _ in range(3)]
     prefilling: list[Req] = []
     decoding: list[Req] = []

@@ -109,8 +109,10 @@ class Harness:
         self.tree.set_reader(req.sglang_kv, req.last_node)
 
     def extend(self, req: Req, tokens: int) -> None:
-        """One prefill chunk: allocate, forward, drop."""
-        self._alloc(req, min(req.prefix_len + tokens, len(req.full_untruncated_fill_ids)))
+        """One prefill chunk: allocate, forward, drop. It ends at the fold, as at admission."""
+        end = min(req.prefix_len + tokens, len(req.full_untruncated_fill_ids))
+        fold_at = req.sglang_kv.fold_at or 0
+        self._alloc(req, fold_at if req.prefix_len < fold_at < end else end)
         self.ledger.after_prefill([req])
         self.check()
 
@@ -176,7 +178,7 @@ class Harness:
 
     def _digest(self, req: Req, position: int) -> int:
         ids = tuple(req.full_untruncated_fill_ids[: position + 1])
-        limit = req.sglang_kv.policy.dense_prefix
+        limit = req.sglang_kv.dense_prefix
         dense = limit is None or position < limit
         return hash((ids, None if dense else repr(req.sglang_kv.policy)))
 
@@ -207,9 +209,7 @@ class Harness:
         for query in range(queries):
             t = req.extend_end - queries + query
             seen = [positions[i] for i in torch.nonzero(mask[query]).flatten().tolist()]
-            assert seen == paper_visible(state.policy, t), (
-                f"query {t} of {state.policy} sees {seen}"
-            )
+            assert seen == paper_visible(state, t), f"query {t} of {state.policy} sees {seen}"
         for index, position in enumerate(positions):
             if mask[:, index].any():
                 slot = (pages[index // self.page_size], index % self.page_size)
@@ -242,10 +242,10 @@ class Harness:
         assert self.ledger.pool.num_used == 0, "head pages leaked"
 
 
-def paper_visible(policy: Compressor, t: int) -> list[int]:
+def paper_visible(state: RequestState, t: int) -> list[int]:
     """What the query at ``t`` sees in the paper's loop: one token at a time, evict after it."""
-    name = policy.name
-    if name == "none":
+    policy = state.policy
+    if policy.name == "none" or t < (state.fold_at or 0):
         return list(range(t + 1))
     sinks, recent = policy.parameters["sinks"], policy.parameters["recent"]
     kept: list[int] = []
