@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import http.client
 import json
 import os
@@ -24,6 +25,11 @@ def free_port() -> int:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return int(s.getsockname()[1])
+
+
+def _die_with_parent() -> None:
+    """A killed test run must not leave a server behind: it would eat a core for ever."""
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
 
 class HTTPError(Exception):
@@ -70,6 +76,7 @@ class Server:
             cwd=tempfile.gettempdir(),
             env={**os.environ, "SGLANG_USE_CPU_ENGINE": "1", **(env or {})},
             start_new_session=True,
+            preexec_fn=_die_with_parent,
         )
         try:
             self._wait(start_timeout_s)
