@@ -35,7 +35,10 @@ def _from_cli_args(original: Callable[..., Any], cls: type, args: argparse.Names
 
 def _verify(params: Any, *_args: Any, **_kwargs: Any) -> None:
     """Refuse a bad policy where SGLang refuses bad sampling parameters: HTTP 400."""
-    spec = (params.custom_params or {}).get(REQUEST_KEY)
+    custom_params = params.custom_params or {}
+    if not isinstance(custom_params, dict):
+        raise PolicyError(f"custom_params: expected an object, got {custom_params!r}")
+    spec = custom_params.get(REQUEST_KEY)
     if spec is None:
         return
     options = active_options()

@@ -206,3 +206,6 @@ def _check_int(key: str, value: Any, minimum: int) -> None:
         )
     if value < minimum:
         raise PolicyError(f"kv_compression.{key}: must be at least {minimum}, got {value}")
+    # The kernels' tables hold int32.
+    if value >= 2**31:
+        raise PolicyError(f"kv_compression.{key}: must be less than 2**31, got {value}")

@@ -1,0 +1,123 @@
+"""The wheel and the source archive hold everything, and an installed wheel works on its own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet")
+LINKED = ("kernels", "radix", "benchmarks")
+
+
+def build(source: Path, out: Path) -> Path:
+    options = ("--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", str(out))
+    subprocess.run([*PIP, "wheel", *options, str(source)], check=True, cwd=out)
+    (wheel,) = out.glob("*.whl")
+    return wheel
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build(ROOT, tmp_path_factory.mktemp("wheel"))
+
+
+def names(wheel: Path) -> set[str]:
+    with zipfile.ZipFile(wheel) as archive:
+        return {name for name in archive.namelist() if ".dist-info/" not in name}
+
+
+def package_files() -> set[str]:
+    """What `sglang_kv` holds in the checkout, through its links."""
+    files = set()
+    for folder in ("sglang_kv", *(f"sglang_kv/{name}" for name in LINKED)):
+        base = ROOT / folder
+        for path in base.rglob("*"):
+            if path.is_file() and "__pycache__" not in path.parts:
+                files.add(f"{folder}/{path.relative_to(base).as_posix()}")
+    return files
+
+
+def test_the_wheel_holds_the_package_with_its_linked_folders(wheel: Path) -> None:
+    held = names(wheel)
+    moved_to_the_root = {"sglang_kv/cpu/sglang_kv_cpu.pth"}
+    assert held == package_files() - moved_to_the_root | {"sglang_kv_cpu.pth"}
+    for expected in ("sglang_kv/kernels/attention.py", "sglang_kv/py.typed"):
+        assert expected in held
+    assert any(name.startswith("sglang_kv/kernels/csrc/") for name in held)
+
+
+def test_nothing_is_installed_under_a_taken_name(wheel: Path) -> None:
+    assert {name.split("/")[0] for name in names(wheel)} == {"sglang_kv", "sglang_kv_cpu.pth"}
+
+
+def test_the_source_archive_builds_the_same_wheel(wheel: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "hatchling", "build", "-t", "sdist", "-d", str(tmp_path)]
+    subprocess.run(command, check=True, cwd=ROOT, capture_output=True)
+    (archive,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(archive) as tar:
+        assert not [member.name for member in tar.getmembers() if member.issym()]
+    assert names(build(archive, tmp_path)) == names(wheel)
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A Python with the wheel, that sees this environment's packages but not the checkout.
+
+    Paths from a `.pth` file are searched, but `.pth` files in them are not read: the editable
+    install, which would lead to the checkout, stays out.
+    """
+    folder = tmp_path_factory.mktemp("venv")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
+    python = folder / "bin" / "python"
+    install = ("install", "--no-deps", "--no-index", "--ignore-installed", str(wheel))
+    subprocess.run([*PIP, "--python", str(python), *install], check=True)
+    (site_packages,) = folder.glob("lib/python*/site-packages")
+    (site_packages / "host.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    return str(python)
+
+
+def test_an_installed_wheel_works_far_from_the_checkout(
+    installed: str, run_python: Callable[..., str]
+) -> None:
+    code = (
+        "import sglang_kv, sglang_kv.compression, sglang_kv.kernels.layout\n"
+        "import importlib.metadata as m\n"
+        "print(sglang_kv.__file__)\n"
+        "points = m.entry_points(group='sglang.srt.plugins', name='sglang_kv')\n"
+        "print([point.value for point in points], all(callable(p.load()) for p in points))\n"
+        "print(m.version('sglang-kv') == sglang_kv.__version__)\n"
+        "import importlib.util as u; print(u.find_spec('kernels').origin)\n"
+    )
+    file, points, version, kernels = run_python(code, python=installed).splitlines()[-4:]
+    assert Path(file).is_relative_to(Path(installed).parent.parent)
+    assert points == "['sglang_kv.plugin:register'] True"
+    assert version == "True"
+    assert Path(kernels).parent.name == "kernels"
+    assert "site-packages" in kernels
+
+
+def test_an_installed_wheel_brings_the_stand_in(
+    installed: str, run_python: Callable[..., str]
+) -> None:
+    code = "import importlib.util as u; print(u.find_spec('sgl_kernel').origin)"
+    stand_in = "site-packages/sglang_kv/cpu/sgl_kernel/__init__.py"
+    venv = str(Path(installed).parent.parent)
+    cpu = run_python(code, python=installed, SGLANG_USE_CPU_ENGINE="1")
+    assert cpu.startswith(venv)
+    assert cpu.endswith(stand_in)
+    assert not run_python(code, python=installed).startswith(venv)
+
+
+def test_an_editable_install_brings_the_stand_in_too(tmp_path: Path) -> None:
+    options = ("--no-deps", "--no-build-isolation", "--no-index", "--target", str(tmp_path))
+    subprocess.run([*PIP, "install", *options, "--editable", str(ROOT)], check=True)
+    assert (tmp_path / "sglang_kv_cpu.pth").is_file()
+    assert not (tmp_path / "sglang_kv").exists()
