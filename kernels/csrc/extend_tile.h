@@ -1,0 +1,284 @@
+// Extend, the inner part: one tile of queries against the keys it sees.
+//
+// A tile is some consecutive queries of one request times the query heads of one KV head; its rows
+// are (query, head). For each block of keys that any row sees, K is packed once so that keys lie in
+// lanes, V once as float, and then six rows at a time go through scores, softmax and values with
+// everything in L1. A row's arithmetic is the same whatever tile it is in and whatever the others
+// see (a key that a row does not see adds an exact zero), so results do not depend on how a prompt
+// is cut into chunks, on batch neighbours or on threads.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+
+#include "attention.h"
+#include "rows.h"
+
+namespace sglang_kv {
+
+constexpr int kRows = 6;        // rows of the micro-kernels: 6 x 4 accumulators of 32 registers
+constexpr int kTileRows = 192;  // rows that share one packing of K and V
+constexpr int kKeyVectors = kKeys / kLanes;
+
+struct ExtendItem {
+  int32_t request;
+  int32_t kv_head;
+  int32_t first_query;  // counted from the request's first query
+  int32_t num_queries;
+  int64_t cost;  // keys in sight, roughly
+};
+
+// What one thread works on.
+struct ExtendBuffers {
+  float* q;       // [rows, head_dim]; for dot_bf16 as bf16
+  float* acc;     // [rows, head_dim]
+  float* max;     // [rows]
+  float* sum;     // [rows, 16]: one partial sum per lane
+  int32_t* k;     // [head_dim or head_dim / 2, kKeys]: floats, or pairs of bf16
+  float* v;       // [kKeys, head_dim]
+  Visible* seen;  // [queries]
+};
+
+// scores[r][key] = q[r] . k[key] for six rows and all keys of the block.
+template <bool kBf16Dot>
+SGLANG_KV_KERNEL void score_block(const float* q, const int32_t* k, int64_t depth, float* scores) {
+  for (int first = 0; first < kKeyVectors; first += kVectorsAtOnce) {
+    F32x16 acc[kRows][kVectorsAtOnce] = {};
+    for (int64_t d = 0; d < depth; ++d) {
+      I32x16 key[kVectorsAtOnce];
+      for (int i = 0; i < kVectorsAtOnce; ++i) {
+        key[i] = load_as<I32x16>(k + d * kKeys + (first + i) * kLanes);
+      }
+#pragma GCC unroll 6
+      for (int r = 0; r < kRows; ++r) {
+        const F32x16 query = splat(q[r * depth + d]);
+#pragma GCC unroll 4
+        for (int i = 0; i < kVectorsAtOnce; ++i) {
+          if constexpr (kBf16Dot) {
+            acc[r][i] = dot_bf16(acc[r][i], as<I32x16>(query), key[i]);
+          } else {
+            acc[r][i] = fma(query, as<F32x16>(key[i]), acc[r][i]);
+          }
+        }
+      }
+    }
+    for (int r = 0; r < kRows; ++r) {
+      for (int i = 0; i < kVectorsAtOnce; ++i) {
+        store(scores + r * kKeys + (first + i) * kLanes, acc[r][i]);
+      }
+    }
+  }
+}
+
+// acc[r] = acc[r] * decay[r] + weights[r] x v, for six rows and kVectors x 16 dimensions.
+template <int kVectors>
+SGLANG_KV_KERNEL void weigh_block(const float* weights, const float* v, int64_t head_dim,
+                                  int first_key, int last_key, const float* decay, float* acc) {
+  F32x16 sum[kRows][kVectors];
+  for (int r = 0; r < kRows; ++r) {
+    for (int i = 0; i < kVectors; ++i) {
+      sum[r][i] = load(acc + r * head_dim + kLanes * i) * decay[r];
+    }
+  }
+  for (int n = first_key; n < last_key; ++n) {
+    F32x16 value[kVectors];
+    for (int i = 0; i < kVectors; ++i) value[i] = load(v + n * head_dim + kLanes * i);
+#pragma GCC unroll 6
+    for (int r = 0; r < kRows; ++r) {
+      const F32x16 w = splat(weights[r * kKeys + n]);
+#pragma GCC unroll 4
+      for (int i = 0; i < kVectors; ++i) sum[r][i] = fma(w, value[i], sum[r][i]);
+    }
+  }
+  for (int r = 0; r < kRows; ++r) {
+    for (int i = 0; i < kVectors; ++i) store(acc + r * head_dim + kLanes * i, sum[r][i]);
+  }
+}
+
+template <typename T, bool kBf16Dot>
+class ExtendTile {
+ public:
+  ExtendTile(const AttentionArgs& a, const Streams& s, const ExtendBuffers& buffers,
+             std::atomic<bool>& bad_page)
+      : a_(a), s_(s), b_(buffers), bad_page_(bad_page) {}
+
+  void run(const ExtendItem& item) {
+    const int group = static_cast<int>(a_.group(s_));
+    const Stream stream = s_(item.request, item.kv_head);
+    const int64_t first_row = a_.qo_indptr[item.request] + item.first_query;
+    const int64_t total = a_.qo_indptr[item.request + 1] - a_.qo_indptr[item.request];
+    const int64_t first_index = stream.kv_len - total + item.first_query;
+    const int rows = item.num_queries * group;
+    const int padded = (rows + kRows - 1) / kRows * kRows;
+
+    for (int r = 0; r < padded; ++r) {
+      // Padding repeats the last row, so that it needs no case of its own.
+      const int row = std::min(r, rows - 1);
+      read_row(first_row + row / group, item.kv_head * group + row % group, r);
+    }
+    std::fill_n(b_.acc, padded * s_.head_dim, 0.f);
+    std::fill_n(b_.max, padded, kNoMax);
+    std::fill_n(b_.sum, padded * kLanes, 0.f);
+
+    Range sinks = {INT64_MAX, 0}, window = {INT64_MAX, 0};
+    for (int j = 0; j < item.num_queries; ++j) {
+      const Visible seen =
+          visible_ranges(stream, s_.page_size, first_index + j, a_.layer_window_left);
+      b_.seen[j] = seen;
+      widen(sinks, seen.sinks);
+      widen(window, seen.window);
+    }
+
+    Range block;
+    for (int64_t begin = std::min(sinks.begin, window.begin) / kKeys * kKeys;
+         begin < std::max(sinks.end, window.end); begin += kKeys) {
+      block = {begin, std::min<int64_t>(begin + kKeys, stream.kv_len)};
+      if (!sinks.intersects(block) && !window.intersects(block)) continue;
+      pack(stream, block);
+      for (int r = 0; r < padded; r += kRows) {
+        const int first = r / group, last = std::min(r + kRows - 1, rows - 1) / group;
+        attend_rows(r, group, rows, first, last, block);
+      }
+    }
+
+    for (int r = 0; r < rows; ++r) {
+      a_.write_result(first_row + r / group, item.kv_head * group + r % group, s_.head_dim,
+                      b_.acc + r * s_.head_dim, b_.max[r], reduce_add(load(b_.sum + r * kLanes)));
+    }
+  }
+
+ private:
+  int64_t depth() const { return kBf16Dot ? s_.head_dim / 2 : s_.head_dim; }
+
+  static void widen(Range& range, Range by) {
+    if (by.size() == 0) return;
+    range = {std::min(range.begin, by.begin), std::max(range.end, by.end)};
+  }
+
+  void read_row(int64_t row, int64_t head, int r) {
+    alignas(64) float plain[kMaxHeadDim];
+    a_.read_query(row, head, s_.head_dim, plain);
+    float* to = b_.q + r * depth();
+    for (int64_t d = 0; d < s_.head_dim; d += kLanes) {
+      if constexpr (kBf16Dot) {
+        store(reinterpret_cast<bf16*>(to) + d, load(plain + d));
+      } else {
+        store(to + d, load(plain + d));
+      }
+    }
+  }
+
+  void pack(const Stream& stream, Range block) {
+    // Slots past the stream's end are never read: what they hold may be a NaN.
+    alignas(64) static const T kZeros[kMaxHeadDim] = {};
+    const T* rows[kKeys];
+    const int count = s_.key_rows(stream, block, rows, bad_page_);
+    const int64_t v_offset = s_.kv_stride / static_cast<int64_t>(sizeof(T));
+    for (int n = 0; n < count; ++n) {
+      for (int64_t d = 0; d < s_.head_dim; d += kLanes) {
+        store(b_.v + n * s_.head_dim + d, load(rows[n] + v_offset + d));
+      }
+    }
+    std::fill(rows + count, rows + kKeys, kZeros);
+    for (int n = 0; n < kKeys; n += kLanes) {
+      for (int64_t d = 0; d < depth(); d += kLanes) {
+        I32x16 m[kLanes];
+        for (int i = 0; i < kLanes; ++i) {
+          if constexpr (kBf16Dot) {
+            m[i] = I32x16{};
+            const int64_t left = (depth() - d) * static_cast<int64_t>(sizeof(int32_t));
+            std::memcpy(&m[i], rows[n + i] + 2 * d, left < 64 ? 32 : 64);
+          } else {
+            m[i] = as<I32x16>(load(rows[n + i] + d));
+          }
+        }
+        transpose(m);
+        const int64_t lines = std::min<int64_t>(kLanes, depth() - d);
+        for (int64_t i = 0; i < lines; ++i) {
+          store_as(b_.k + (d + i) * kKeys + n, m[i]);
+        }
+      }
+    }
+  }
+
+  // Six rows, of queries [first, last], against the packed block.
+  void attend_rows(int r, int group, int rows, int first, int last, Range block) {
+    bool all_see_all = true;
+    int first_key = kKeys, last_key = 0;
+    for (int j = first; j <= last; ++j) {
+      const Visible& seen = b_.seen[j];
+      all_see_all = all_see_all && block.size() == kKeys && seen.contains(block);
+      for (const Range range : {seen.sinks, seen.window}) {
+        if (!range.intersects(block)) continue;
+        first_key = std::min(first_key, lane_of(range.begin, block));
+        last_key = std::max(last_key, lane_of(range.end, block));
+      }
+    }
+    if (first_key >= last_key) return;
+
+    alignas(64) float weights[kRows * kKeys];
+    score_block<kBf16Dot>(b_.q + r * depth(), b_.k, depth(), weights);
+    a_.cap(weights, kRows * kKeys);
+    if (!all_see_all) {
+      for (int i = 0; i < kRows; ++i) {
+        mask_row(b_.seen[std::min(r + i, rows - 1) / group], block, weights + i * kKeys);
+      }
+    }
+    alignas(64) float decay[kLanes] = {};
+    F32x16 sums[kRows];
+    const F32x16 scale = splat(a_.log2_scale());
+#pragma GCC unroll 6
+    for (int i = 0; i < kRows; ++i) {
+      float* row = weights + i * kKeys;
+      const F32x16 top = max(max(load(row), load(row + 16)), max(load(row + 32), load(row + 48)));
+      const float new_max = std::max(b_.max[r + i], reduce_max(top) * scale[0]);
+      decay[i] = b_.max[r + i] - new_max;
+      b_.max[r + i] = new_max;
+      sums[i] = F32x16{};
+      for (int n = 0; n < kKeys; n += kLanes) {
+        const F32x16 w = exp2(fma(load(row + n), scale, splat(-new_max)));
+        store(row + n, w);
+        sums[i] += w;
+      }
+    }
+    store(decay, exp2(load(decay)));
+    for (int i = 0; i < kRows; ++i) {
+      float* at = b_.sum + (r + i) * kLanes;
+      store(at, fma(load(at), splat(decay[i]), sums[i]));
+    }
+
+    float* acc = b_.acc + r * s_.head_dim;
+    int64_t d = 0;
+    for (; d + kVectorsAtOnce * kLanes <= s_.head_dim; d += kVectorsAtOnce * kLanes) {
+      weigh_block<kVectorsAtOnce>(weights, b_.v + d, s_.head_dim, first_key, last_key, decay,
+                                  acc + d);
+    }
+    for (; d < s_.head_dim; d += kLanes) {
+      weigh_block<1>(weights, b_.v + d, s_.head_dim, first_key, last_key, decay, acc + d);
+    }
+  }
+
+  static int lane_of(int64_t index, Range block) {
+    return static_cast<int>(std::clamp<int64_t>(index - block.begin, 0, block.size()));
+  }
+
+  static void mask_row(const Visible& seen, Range block, float* scores) {
+    const int sinks_begin = lane_of(seen.sinks.begin, block);
+    const int sinks_end = lane_of(seen.sinks.end, block);
+    const int window_begin = lane_of(seen.window.begin, block);
+    const int window_end = lane_of(seen.window.end, block);
+    for (int n = 0; n < kKeys; n += kLanes) {
+      const F32x16 x = load(scores + n);
+      store(scores + n, max(keep_lanes(x, sinks_begin - n, sinks_end - n),
+                            keep_lanes(x, window_begin - n, window_end - n)));
+    }
+  }
+
+  const AttentionArgs& a_;
+  const Streams& s_;
+  const ExtendBuffers& b_;
+  std::atomic<bool>& bad_page_;
+};
+
+}  // namespace sglang_kv

@@ -1,0 +1,131 @@
+"""Every op again, slow and obvious: fp32 torch, one stream at a time, one mask per query.
+
+The compiled ops are tested against these; these are tested against torch's own attention.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from sglang_kv.kernels.layout import KV_LEN, PagedStreams
+
+
+def visible_mask(
+    num_queries: int, desc: Tensor, page_size: int, layer_window_left: int = -1
+) -> Tensor:
+    """Which keys each of the last `num_queries` tokens of a stream sees: [num_queries, kv_len].
+
+    `desc` is the stream's (kv_len, gap, num_sinks, window_left).
+    """
+    kv_len, gap, num_sinks, window_left = desc.tolist()
+    index = torch.arange(kv_len)
+    sink_end = -(-num_sinks // page_size) * page_size
+    position = torch.where(index < sink_end, index, index + gap)
+    query = torch.arange(kv_len - num_queries, kv_len)
+    distance = position[query, None] - position
+    mask = index <= query[:, None]
+    if window_left >= 0:
+        mask &= (position < num_sinks) | (distance <= window_left)
+    if layer_window_left >= 0:
+        mask &= distance <= layer_window_left
+    return mask
+
+
+def stream_tokens(
+    streams: PagedStreams, slot: int, layer: int, kv_head: int
+) -> tuple[Tensor, Tensor]:
+    """K and V of one stream, each fp32 [kv_len, head_dim]."""
+    kv_len = int(streams.desc[slot, layer, kv_head, KV_LEN])
+    index = torch.arange(kv_len)
+    page = streams.table[slot, layer, kv_head, index // streams.page_size].long()
+    k, v = streams.pages[page, :, index % streams.page_size].float().unbind(1)
+    return k, v
+
+
+def extend(
+    q: Tensor,
+    qo_indptr: Tensor,
+    streams: PagedStreams,
+    layer: int,
+    *,
+    sm_scale: float,
+    logits_soft_cap: float = 0.0,
+    layer_window_left: int = -1,
+) -> tuple[Tensor, Tensor]:
+    """`attention.extend` in fp32: [total_q, num_qo_heads, head_dim] and its base-2 lse."""
+    out = torch.zeros(q.shape)
+    lse = torch.full(q.shape[:2], -math.inf)
+    group = q.shape[1] // streams.num_kv_heads
+    for b, slot in enumerate(streams.slots.tolist()):
+        begin, end = qo_indptr[b : b + 2].tolist()
+        for h in range(streams.num_kv_heads):
+            desc = streams.desc[slot, layer, h]
+            if begin == end or desc[KV_LEN] == 0:
+                continue
+            heads = slice(h * group, (h + 1) * group)
+            k, v = stream_tokens(streams, slot, layer, h)
+            logits = torch.einsum("qhd,kd->hqk", q[begin:end, heads].float(), k) * sm_scale
+            if logits_soft_cap > 0:
+                logits = logits_soft_cap * torch.tanh(logits / logits_soft_cap)
+            mask = visible_mask(end - begin, desc, streams.page_size, layer_window_left)
+            logits = logits.masked_fill(~mask, -math.inf)
+            out[begin:end, heads] = torch.einsum("hqk,kd->qhd", logits.softmax(-1), v)
+            lse[begin:end, heads] = logits.logsumexp(-1).T / math.log(2)
+    return out, lse
+
+
+def decode(
+    q: Tensor,
+    streams: PagedStreams,
+    layer: int,
+    *,
+    sm_scale: float,
+    logits_soft_cap: float = 0.0,
+    layer_window_left: int = -1,
+) -> tuple[Tensor, Tensor]:
+    """`attention.decode` in fp32: [batch, num_qo_heads, head_dim] and its base-2 lse."""
+    return extend(
+        q,
+        torch.arange(len(streams.slots) + 1),
+        streams,
+        layer,
+        sm_scale=sm_scale,
+        logits_soft_cap=logits_soft_cap,
+        layer_window_left=layer_window_left,
+    )
+
+
+def append(
+    k: Tensor, v: Tensor, qo_indptr: Tensor | None, streams: PagedStreams, layer: int
+) -> None:
+    """`transfer.append`, token by token."""
+    if qo_indptr is None:
+        qo_indptr = torch.arange(len(streams.slots) + 1)
+    for b, slot in enumerate(streams.slots.tolist()):
+        begin, end = qo_indptr[b : b + 2].tolist()
+        for h in range(streams.num_kv_heads):
+            kv_len = int(streams.desc[slot, layer, h, KV_LEN])
+            for row in range(begin, end) if kv_len else ():
+                page, token = divmod(kv_len - end + row, streams.page_size)
+                streams.pages[streams.table[slot, layer, h, page], 0, token] = k[row, h]
+                streams.pages[streams.table[slot, layer, h, page], 1, token] = v[row, h]
+
+
+def gather(
+    pages: Tensor,
+    src_indptr: Tensor,
+    src_indices: Tensor,
+    keep_indptr: Tensor,
+    keep_indices: Tensor,
+    dst_indptr: Tensor,
+    dst_indices: Tensor,
+) -> None:
+    """`transfer.gather`, token by token."""
+    page_size = pages.shape[2]
+    for i in range(len(src_indptr) - 1):
+        src = src_indices[src_indptr[i] : src_indptr[i + 1]]
+        dst = dst_indices[dst_indptr[i] : dst_indptr[i + 1]]
+        for j, index in enumerate(keep_indices[keep_indptr[i] : keep_indptr[i + 1]].tolist()):
+            source = pages[src[index // page_size], :, index % page_size]
+            pages[dst[j // page_size], :, j % page_size] = source

@@ -1,0 +1,67 @@
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from sglang_kv.kernels import jit
+
+SOURCE_DIR = "sglang_kv.kernels.jit._SOURCE_DIR"
+
+
+@pytest.fixture
+def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A source folder with a file that compiles at once."""
+    folder = tmp_path / "csrc"
+    folder.mkdir()
+    (folder / "empty.cpp").write_text("int nothing;\n")
+    monkeypatch.setattr(SOURCE_DIR, folder)
+    return folder
+
+
+def test_torch_and_the_kernels_share_one_openmp_runtime() -> None:
+    jit.load_kernels()
+    mapped = Path("/proc/self/maps").read_text().splitlines()
+    names = {os.path.basename(line.split()[-1]) for line in mapped}
+    assert len([n for n in names if n.startswith(("libgomp", "libomp", "libiomp"))]) == 1
+
+
+def test_a_build_is_reused_until_something_changes(sources: Path, tmp_path: Path) -> None:
+    first = jit.build_kernels("native", tmp_path / "cache")
+    built = first.stat().st_mtime_ns
+    assert jit.build_kernels("native", tmp_path / "cache") == first
+    assert first.stat().st_mtime_ns == built
+    (sources / "empty.cpp").write_text("int nothing_else;\n")
+    assert jit.build_kernels("native", tmp_path / "cache") != first
+    assert jit.build_kernels("plain", tmp_path / "cache") != first
+
+
+def test_another_cpu_gets_another_build(
+    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = jit.build_kernels("native", tmp_path / "cache")
+    monkeypatch.setattr("sglang_kv.kernels.jit._cpu_features", lambda: "fpu sse2")
+    assert jit.build_kernels("native", tmp_path / "cache") != here
+
+
+@pytest.mark.usefixtures("sources")
+def test_builders_at_once_agree(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        built = [pool.submit(jit.build_kernels, "native", tmp_path / "cache") for _ in range(4)]
+        assert len({future.result() for future in built}) == 1
+    assert len(list((tmp_path / "cache").glob("*.so"))) == 1
+
+
+def test_a_failed_build_shows_what_the_compiler_said(sources: Path, tmp_path: Path) -> None:
+    (sources / "empty.cpp").write_text("#error out of cheese\n")
+    with pytest.raises(RuntimeError, match="out of cheese"):
+        jit.build_kernels("native", tmp_path / "cache")
+    assert not list((tmp_path / "cache").glob("*.so"))
+
+
+def test_an_unknown_isa_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_KV_CPU_ISA", "avx1024")
+    jit.load_kernels.cache_clear()
+    with pytest.raises(ValueError, match="avx1024"):
+        jit.load_kernels()
+    jit.load_kernels.cache_clear()
