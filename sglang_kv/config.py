@@ -101,7 +101,15 @@ class Options:
     @classmethod
     def from_env(cls) -> Options:
         text = os.environ.get(ENV)
-        return cls.from_mapping(json.loads(text)) if text else cls()
+        if not text:
+            return cls()
+        try:
+            values = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise PolicyError(f"{ENV}: not JSON: {error}") from None
+        if not isinstance(values, dict):
+            raise PolicyError(f"{ENV}: expected a JSON object")
+        return cls.from_mapping(values)
 
     # -- riding on SGLang's ServerArgs, which its child processes receive --
 

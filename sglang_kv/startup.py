@@ -11,6 +11,8 @@ BACKEND = "sglang_kv"
 #: Token pages of 16: 4 KiB of K and V at head_dim 64 in bf16, one page of memory to fetch.
 DEFAULT_PAGE_SIZE = 16
 
+_COMBINED = "--kv-compression cannot be combined with: "
+
 _options: Options | None = None
 
 
@@ -44,6 +46,9 @@ def fill_defaults(server_args: Any, previous: Callable[[Any], None]) -> None:
 
         verify()
         view = resolving_view(server_args)
+        if view.speculative_algorithm is not None:
+            # SGLang's checks of it come before ours, and would blame settings that we made.
+            raise ValueError(_COMBINED + "speculative decoding")
         wanted: dict[str, Any] = {}
         if view.attention_backend is None:
             wanted["attention_backend"] = BACKEND
@@ -68,7 +73,7 @@ def refuse_unsupported(server_args: Any, previous: Callable[[Any], None]) -> Non
 
     problems = _problems(resolving_view(server_args))
     if problems:
-        raise ValueError("--kv-compression cannot be combined with: " + "; ".join(problems))
+        raise ValueError(_COMBINED + "; ".join(problems))
 
 
 def _problems(args: Any) -> list[str]:
@@ -91,7 +96,6 @@ def _problems(args: Any) -> list[str]:
             args.radix_cache_backend != BACKEND,
             f"--radix-cache-backend {args.radix_cache_backend} (leave it out)",
         ),
-        (args.speculative_algorithm is not None, "speculative decoding"),
         (args.disaggregation_mode != "null", "prefill/decode disaggregation"),
         (args.enable_hierarchical_cache, "--enable-hierarchical-cache"),
         (args.enable_lmcache, "--enable-lmcache"),
