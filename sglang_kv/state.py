@@ -231,6 +231,13 @@ class PhysicalLedger:
 
     # -- growing --
 
+    def _take(self, count: int) -> Pages:
+        """``count`` fresh pages. What was promised may lie in the tree: a prefix that its own
+        request published between two chunks is evictable, but not free."""
+        if self.pool.num_free < count and self.tree is not None:
+            self.tree.evict_pages(count)
+        return self.pool.alloc(count)
+
     def _grow_dense(self, state: RequestState, target: int) -> None:
         first, last = state.num_pages, -(-target // self.page_size)
         if last > first:
@@ -238,7 +245,7 @@ class PhysicalLedger:
             token_pages = self.token_pages(state, first, last)
             heads = self.page_table[token_pages]
             fresh = heads[:, 0, 0] < 0  # the rest came with the matched prefix
-            heads[fresh] = self.pool.alloc(int(fresh.sum()) * self.num_streams).reshape(
+            heads[fresh] = self._take(int(fresh.sum()) * self.num_streams).reshape(
                 -1, *heads.shape[1:]
             )
             self.page_table[token_pages[fresh]] = heads[fresh]
@@ -253,7 +260,7 @@ class PhysicalLedger:
         first, last = state.num_pages, -(-int(kv_len[0, 0]) // self.page_size)
         if last > first:
             self.streams.fit(last)
-            pages = self.pool.alloc((last - first) * self.num_streams)
+            pages = self._take((last - first) * self.num_streams)
             shape = (*kv_len.shape, last - first)
             self.streams.table[state.slot, :, :, first:last] = pages.reshape(shape)
             state.num_pages = last

@@ -106,6 +106,18 @@ def test_prefix_is_shared_across_policies_only_where_it_is_dense() -> None:
     h.check_empty()
 
 
+def test_a_published_prefix_makes_room_for_its_own_next_chunk() -> None:
+    # 15 pages: window and chunk need 4 + 10 + 1, and chunk 1 leaves 4 more in the tree.
+    h = Harness(page_size=4, pool_tokens=60)
+    req = Req(list(range(100, 300)), STREAM)
+    h.admit(req)
+    while req.extend_end < 200:
+        h.extend(req, 40)
+        h.checkpoint(req)
+    h.release(req, publish=True)
+    h.check_empty()
+
+
 @pytest.mark.parametrize("fold_at", [1, 17, 60, 100, 500])
 @pytest.mark.parametrize("chunk", [7, 40, 200])
 def test_fold_at_keeps_the_prompt_dense_up_to_it(fold_at: int, chunk: int) -> None:
