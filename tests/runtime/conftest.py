@@ -1,0 +1,53 @@
+"""The servers that the runtime tests share.
+
+Each takes half a minute of CPU to start and gigabytes of memory, so a test names the one it
+needs (`serving.uses_server`); pytest groups the tests by that, and one runs at a time.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang_kv.benchmarks.server import Server
+
+SERVERS: dict[str, dict[str, Any]] = {
+    # Memory for 2,992 tokens of full KV, far less than the model's context of 8,192.
+    "small": {
+        "entry": "serve",
+        "args": [
+            *("--kv-compression", "none", "--kv-compression-min-keep", "64"),
+            *("--max-total-tokens", "3000", "--chunked-prefill-size", "512"),
+            *("--enable-metrics", "--decode-log-interval", "4"),
+        ],
+    },
+    "launched": {
+        "entry": "launch_server",
+        "args": [
+            *("--kv-compression", "streamingllm", "--kv-compression-allow", "streamingllm"),
+            *("--kv-compression-config", json.dumps({"sinks": 4, "recent": 60})),
+            *("--max-total-tokens", "3000"),
+        ],
+    },
+    "stock": {"entry": "serve", "args": ["--max-total-tokens", "3000"]},
+}
+
+
+@pytest.fixture(scope="session")
+def server(request: pytest.FixtureRequest, demo_model: Path) -> Iterator[Server]:
+    config = SERVERS[request.param]
+    with Server(
+        demo_model,
+        *config["args"],
+        # An idle scheduler spins, and so do OpenMP's idle threads: both starve whatever shares
+        # the cores, the client in this process first.
+        "--sleep-on-idle",
+        env={"OMP_WAIT_POLICY": "PASSIVE"},
+        entry=config["entry"],
+        start_timeout_s=600,
+    ) as running:
+        yield running

@@ -1,0 +1,162 @@
+"""Every way to start SGLang applies the policies; without the flag it is stock SGLang."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from serving import NONE, STREAMING, chat, noise, refusal, report, uses_server
+
+from sglang_kv.benchmarks.server import Server
+
+CAPITAL = "The capital of France is"
+WINDOW = {"sinks": 4, "recent": 60}
+
+
+def on_server(name: str) -> Any:
+    def mark(test: Any) -> Any:
+        for each in uses_server(name):
+            test = each(test)
+        return test
+
+    return mark
+
+
+def tree_cache(server: Server) -> str:
+    """The prefix cache that the log says is in use."""
+    found = re.search(r"Tree cache initialized: .*impl=(\w+)", server.log)
+    assert found is not None
+    return found[1]
+
+
+# sglang serve ----------------------------------------------------------------------------------
+
+
+@on_server("small")
+def test_sglang_serve(server: Server) -> None:
+    assert server.command[1] == "serve"
+    assert tree_cache(server) == "HeadPageRadixCache"
+    assert report(server.generate(CAPITAL))["method"] == "none"
+    assert report(server.generate(CAPITAL, STREAMING))["method"] == "streamingllm"
+
+
+@on_server("stock")
+def test_without_the_flag_the_server_is_stock(server: Server) -> None:
+    assert "HeadPage" not in tree_cache(server)
+    answer = server.generate(CAPITAL, max_new_tokens=2)
+    assert "Paris" in answer["text"]
+    assert "kv_compression" not in answer["meta_info"]
+    assert "sglext" not in chat(server, CAPITAL)
+
+
+@on_server("stock")
+def test_without_the_flag_a_policy_is_refused(server: Server) -> None:
+    """Served anyway, the client would take full attention for compressed."""
+    for send in (
+        lambda: server.generate(CAPITAL, NONE),
+        lambda: server.generate(CAPITAL, STREAMING),
+        lambda: chat(server, CAPITAL, STREAMING),
+    ):
+        assert "this server was started without --kv-compression" in refusal(send)
+
+
+# python -m sglang.launch_server ----------------------------------------------------------------
+
+
+@on_server("launched")
+def test_launch_server_with_a_default_policy(server: Server) -> None:
+    assert server.command[2] == "sglang.launch_server"
+    figures = report(server.generate(noise(400), max_new_tokens=2))
+    assert figures["method"] == "streamingllm"
+    assert figures["parameters"].items() >= WINDOW.items()
+    assert (figures["logical_tokens"], figures["kept_tokens"]) == (401, 64)
+
+
+@on_server("launched")
+def test_a_request_may_choose_other_parameters(server: Server) -> None:
+    figures = report(server.generate(noise(400), STREAMING, max_new_tokens=2))
+    assert (figures["logical_tokens"], figures["kept_tokens"]) == (401, 256)
+
+
+@on_server("launched")
+def test_a_method_that_the_server_does_not_allow_is_refused(server: Server) -> None:
+    for send in (lambda: server.generate(CAPITAL, NONE), lambda: chat(server, CAPITAL, NONE)):
+        message = refusal(send)
+        assert message.startswith("kv_compression.method: 'none' is not allowed on this server")
+        assert "(allowed: streamingllm)" in message
+
+
+# Engines ---------------------------------------------------------------------------------------
+
+ENGINES = """
+import json, os, sys
+
+WINDOW = {"sinks": 4, "recent": 60}
+
+def reports(engine):
+    # Of a request that names no policy, and of one that asks for none.
+    params = {"max_new_tokens": 2, "temperature": 0}
+    asks = {**params, "custom_params": {"kv_compression": {"method": "none"}}}
+    prompt = list(range(1000, 1400))
+    answers = [engine.generate(input_ids=prompt, sampling_params=p) for p in (params, asks)]
+    engine.shutdown()
+    return [answer["meta_info"].get("kv_compression") for answer in answers]
+
+if __name__ == "__main__":
+    import sglang
+    from sglang_kv.engine import Engine
+
+    common = {"model_path": sys.argv[1], "device": "cpu", "max_total_tokens": 3000}
+    found = {}
+    found["ours"] = reports(
+        Engine(kv_compression="streamingllm", kv_compression_config=WINDOW, **common)
+    )
+    options = {"method": "streamingllm", "config": WINDOW, "override": "server"}
+    os.environ["SGLANG_KV_OPTIONS"] = json.dumps(options)
+    found["environment"] = reports(sglang.Engine(**common))
+    print("REPORTS", json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def engine_reports(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """What two engines of one program report, one after the other.
+
+    In a file of its own, because SGLang's children import the main module.
+    """
+    script = tmp_path_factory.mktemp("engines") / "engines.py"
+    script.write_text(ENGINES)
+    done = subprocess.run(
+        [sys.executable, str(script), str(demo_model)],
+        env={**os.environ, "SGLANG_USE_CPU_ENGINE": "1", "OMP_WAIT_POLICY": "PASSIVE"},
+        cwd=script.parent,
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith("REPORTS ")]
+    assert lines, done.stdout[-2000:] + done.stderr[-4000:]
+    return json.loads(lines[0].removeprefix("REPORTS "))
+
+
+@pytest.mark.server
+def test_our_engine_takes_the_options_as_arguments(engine_reports: Any) -> None:
+    default, chosen = engine_reports["ours"]
+    assert (default["method"], default["kept_tokens"]) == ("streamingllm", 64)
+    assert (chosen["method"], chosen["kept_tokens"]) == ("none", 401)
+
+
+@pytest.mark.server
+def test_sglangs_engine_takes_them_from_the_environment(engine_reports: Any) -> None:
+    """Here with the server's word above the client's: the report says that it was overridden."""
+    default, replaced = engine_reports["environment"]
+    assert (default["method"], default["kept_tokens"]) == ("streamingllm", 64)
+    assert "overridden" not in default
+    assert (replaced["method"], replaced["kept_tokens"]) == ("streamingllm", 64)
+    assert replaced["overridden"] is True

@@ -1,0 +1,41 @@
+"""500 random requests at one server whose memory is too small for them.
+
+Mixed policies over shared prefixes, streams, batches, aborts in every phase and bad parameters,
+with all of SGLang's own memory checks on and ours after each scheduler step. Afterwards every
+request has its answer or its expected error, both ledgers are empty, and *probes* (requests
+whose answer is known from when the server was quiet) were answered as if nobody else had been
+there.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from traffic import ENV, FLAGS, REQUESTS, Traffic, install_checker, soak
+
+from sglang_kv.benchmarks.server import Server
+
+pytestmark = [pytest.mark.server, pytest.mark.slow]
+
+SEED = 1
+
+
+@pytest.fixture(scope="module")
+def text_ids(root: Path, demo_model: Path) -> list[int]:
+    from transformers import AutoTokenizer
+
+    text = next((root / "scripts/demo").glob("*.txt")).read_text()
+    ids: list[int] = AutoTokenizer.from_pretrained(demo_model)(text)["input_ids"]
+    return ids
+
+
+def test_soak(demo_model: Path, text_ids: list[int], tmp_path: Path) -> None:
+    env = ENV | install_checker(tmp_path / "plugin")
+    with Server(demo_model, *FLAGS, env=env) as server:
+        assert "step checks installed" in server.log
+        run = soak(server, Traffic(SEED, text_ids))
+        assert "Retract requests" in server.log
+        assert server.metric("sglang:num_aborted_requests_total") > 0
+        assert run.seen["aborted"] > 0
+        assert sum(run.seen.values()) - run.seen["aborted"] == REQUESTS
