@@ -38,10 +38,14 @@ def _verify(params: Any, *_args: Any, **_kwargs: Any) -> None:
     custom_params = params.custom_params or {}
     if not isinstance(custom_params, dict):
         raise PolicyError(f"custom_params: expected an object, got {custom_params!r}")
+    options = active_options()
+    active = options is not None and options.active
+    if active and (params.beam_width or 1) > 1:
+        # Beams swap rows of SGLang's table, of which the head pages know nothing.
+        raise PolicyError("beam_width: beam search cannot be had with --kv-compression")
     spec = custom_params.get(REQUEST_KEY)
     if spec is None:
         return
-    options = active_options()
     if options is None or not options.active:
         raise PolicyError(
             f"{REQUEST_KEY}: this server was started without --kv-compression, so no policy "

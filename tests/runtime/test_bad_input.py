@@ -113,6 +113,12 @@ def test_custom_params_are_an_object(server: Server, params: Any) -> None:
     assert "custom_params" in refusal(lambda: server.post("/generate", body))
 
 
+def test_beam_search_is_refused(server: Server) -> None:
+    body = generate_body(CAPITAL)
+    body["sampling_params"].update(beam_width=2, n=2)
+    assert refusal(lambda: server.post("/generate", body)).startswith("beam_width: ")
+
+
 def test_one_bad_policy_refuses_the_batch(server: Server) -> None:
     params = [generate_body(CAPITAL, policy)["sampling_params"] for policy in (NONE, {})]
     body = {"text": [CAPITAL] * 2, "sampling_params": params}

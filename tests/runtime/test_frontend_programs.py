@@ -164,8 +164,8 @@ def test_a_batch_of_programs_with_one_policy(backend: KVRuntimeEndpoint) -> None
     assert [state["city"].strip() for state in states] == ["Paris", "Rome"]
 
 
+@pytest.mark.filterwarnings("ignore:Error in stream_executor")
 def test_a_bad_policy_fails_the_program_by_name(backend: KVRuntimeEndpoint) -> None:
     bad = backend.with_policy(method="streamingllm", recent=-1)
-    with pytest.warns(UserWarning, match=r"kv_compression\.recent"):
-        error = str(capital.run("France", None, backend=bad).error())  # waits for the end
-    assert "kv_compression.recent: must be at least 1" in error
+    state = capital.run("France", None, backend=bad)
+    assert "kv_compression.recent: must be at least 1" in str(state.error())
