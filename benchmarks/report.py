@@ -19,7 +19,8 @@ README = HERE.parent / "README.md"
 def newest(name: str) -> dict[str, dict[str, Any]]:
     """The newest line of each arm of a benchmark, in the order the arms first appeared."""
     arms: dict[str, dict[str, Any]] = {}
-    for line in (HERE / "results" / f"{name}.jsonl").read_text().splitlines():
+    path = HERE / "results" / f"{name}.jsonl"
+    for line in path.read_text().splitlines() if path.exists() else ():
         row = json.loads(line)
         arms[row["arm"]] = row
     return arms
@@ -34,6 +35,8 @@ NAMES = {
 
 def headline() -> str:
     speed, room = newest("decode_speed"), newest("concurrency")
+    if not speed or not room:
+        return "(no results recorded yet)"
     first = next(iter(speed.values()))
     pool = next(iter(room.values()))
     lines = [

@@ -3,7 +3,7 @@
 # with the server's own policy. Prints the answers and what each one kept in memory.
 #
 #     scripts/ask_document.sh [URL]                     # http://127.0.0.1:30000
-#     KV_COMPRESSION='{"method": "snapkv", "budget": 512}' scripts/ask_document.sh
+#     KV_COMPRESSION='{"method": "streamingllm", "budget": 512}' scripts/ask_document.sh
 #
 # KV_COMPRESSION replaces the server's policy in the second request.
 set -euo pipefail

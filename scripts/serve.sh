@@ -3,7 +3,7 @@
 #
 #     scripts/serve.sh                                   # the demo model, on GPU or CPU
 #     scripts/serve.sh --model-path Qwen/Qwen3-0.6B      # a model of yours
-#     PORT=8000 scripts/serve.sh --kv-compression snapkv # arguments go to `sglang serve`, and win
+#     PORT=8000 scripts/serve.sh --kv-compression none # arguments go to `sglang serve`, and win
 #
 # PORT is the port (30000). SGLANG_KV_VENV, SGLANG_KV_PYTHON and SGLANG_KV_CACHE_DIR move the
 # environment, the Python it is made with, and the demo model.

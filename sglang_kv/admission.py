@@ -150,6 +150,10 @@ def check_request(ledger: PhysicalLedger, req: Any, trained_length: int | None) 
     """
     policy: Compressor = req.sglang_kv.policy
     prompt = len(req.origin_input_ids)
+    if prompt == 0:
+        # SGLang refuses an empty `input_ids`, but not a text without tokens, and its rotary
+        # embedding would take the server down over it.
+        return "text: the prompt has no tokens"
     size = ledger.page_size
     capacity = ledger.pool.num_pages // ledger.num_streams  # pages per stream
     fold_at = req.sglang_kv.fold_at

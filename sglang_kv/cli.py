@@ -21,6 +21,7 @@ def _parameters(cls: type[Compressor]) -> str:
     fields = [
         f"`{f.name}` ({f.default}): {f.metadata.get('doc', '')}" for f in dataclasses.fields(cls)
     ]
+    fields += [f"or `{alias}`: {doc}" for alias, doc in cls.aliases.items()]
     return "; ".join(fields) or "-"
 
 

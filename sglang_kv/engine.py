@@ -3,8 +3,8 @@
     from sglang_kv.engine import Engine
 
     engine = Engine(model_path="...", kv_compression="streamingllm")
-    snapkv = {"kv_compression": {"method": "snapkv", "budget": 512}}
-    engine.generate("...", {"max_new_tokens": 32, "custom_params": snapkv})  # this request only
+    short = {"kv_compression": {"method": "streamingllm", "budget": 512}}
+    engine.generate("...", {"max_new_tokens": 32, "custom_params": short})  # this request only
 
 `sglang.Engine` works too, with the options in the environment: SGLANG_KV_OPTIONS.
 """

@@ -8,7 +8,7 @@
     @sgl.function
     def summarise(s, document):
         s += sgl.user(document + "\\nSummarise this in one sentence.")
-        with kv_policy(s, method="snapkv", budget=512):
+        with kv_policy(s, method="streamingllm", budget=512):
             s += sgl.assistant(sgl.gen("summary", max_tokens=64))
         s += sgl.user("Now in French.")
         s += sgl.assistant(sgl.gen("french", max_tokens=64))

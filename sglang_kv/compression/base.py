@@ -64,8 +64,8 @@ class Compressor:
     #: One line for tables and ``--help``.
     idea: ClassVar[str]
     paper: ClassVar[str] = ""
-    #: Further keys that `from_params` understands.
-    aliases: ClassVar[tuple[str, ...]] = ()
+    #: Further keys that `from_params` understands, and what each means.
+    aliases: ClassVar[dict[str, str]] = {}
 
     @classmethod
     def from_params(cls, params: Mapping[str, Any]) -> Compressor:
@@ -73,6 +73,7 @@ class Compressor:
         fields = {f.name: f for f in dataclasses.fields(cls)}
         for key, value in params.items():
             if key not in fields:
+                key = key if len(key) <= 60 else f"{key[:57]}..."
                 known = ", ".join([*fields, *cls.aliases]) or "no parameters"
                 raise PolicyError(
                     f"kv_compression.{key}: unknown parameter of {cls.name!r} (it takes: {known})"
@@ -192,17 +193,24 @@ def parse_policy(spec: Any) -> Compressor:
         raise PolicyError("kv_compression.method: missing")
     if not isinstance(method, str) or method not in methods():
         raise PolicyError(
-            f"kv_compression.method: unknown method {method!r} "
+            f"kv_compression.method: unknown method {shorten(method)} "
             f"(this server has: {', '.join(method_names())})"
         )
     return methods()[method].from_params(params)
+
+
+def shorten(value: Any) -> str:
+    """A client's value as it may stand in a message and a log line."""
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def _check_int(key: str, value: Any, minimum: int) -> None:
     # bool is an int to Python; a client that sends true means something else.
     if isinstance(value, bool) or not isinstance(value, int):
         raise PolicyError(
-            f"kv_compression.{key}: expected an integer, got {type(value).__name__} {value!r}"
+            f"kv_compression.{key}: expected an integer, got "
+            f"{type(value).__name__} {shorten(value)}"
         )
     if value < minimum:
         raise PolicyError(f"kv_compression.{key}: must be at least {minimum}, got {value}")

@@ -26,7 +26,7 @@ class StreamingLLM(Compressor):
 
     idea: ClassVar[str] = "attention sinks + a sliding window; constant memory at any length"
     paper: ClassVar[str] = "https://arxiv.org/abs/2309.17453"
-    aliases: ClassVar[tuple[str, ...]] = ("budget",)
+    aliases: ClassVar[dict[str, str]] = {"budget": "sinks and recent together"}
 
     sinks: int = field(default=4, metadata={"min": 0, "doc": "first tokens never dropped"})
     recent: int = field(default=1020, metadata={"min": 1, "doc": "newest tokens kept"})

@@ -113,6 +113,16 @@ def test_custom_params_are_an_object(server: Server, params: Any) -> None:
     assert "custom_params" in refusal(lambda: server.post("/generate", body))
 
 
+@pytest.mark.parametrize("policy", [None, {"method": "streamingllm", "recent": 100}])
+def test_a_text_without_tokens_is_refused(server: Server, policy: dict[str, Any] | None) -> None:
+    # SGLang itself lets it through, and its rotary embedding then takes the server down.
+    for text in ("", [CAPITAL, ""]):
+        body = {**generate_body(CAPITAL, policy), "text": text}
+        assert "the prompt has no tokens" in refusal(
+            lambda body=body: server.post("/generate", body)
+        )
+
+
 def test_beam_search_is_refused(server: Server) -> None:
     body = generate_body(CAPITAL)
     body["sampling_params"].update(beam_width=2, n=2)
