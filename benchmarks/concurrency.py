@@ -31,7 +31,8 @@ def predicted(policy: dict[str, Any], pool: int, context: int, new: int, chunk: 
     """Requests that fit, the newest one still at its prefill peak."""
     parsed, page = parse_policy(policy), 16
     steady = parsed.steady_pages(context + new, page)
-    peak = max(parsed.peak_pages(context, page, chunk), steady)
+    published = (parsed.dense_prefix or 0) // page
+    peak = max(parsed.peak_pages(context, page, chunk, published=published), steady)
     return (pool // page - peak) // steady + 1
 
 

@@ -48,8 +48,7 @@ def gated_adder(base: Any, ledger: PhysicalLedger) -> type[PrefillAdder]:
             if self._fits(need, growth):
                 result = super().add_one_req(req, has_chunked_req, truncation_align_size)
             if len(self.can_run_list) > admitted:
-                state.held_pages = int(req.prefix_len) // ledger.page_size * ledger.num_streams
-                state.peak_pages = need + state.held_pages
+                state.peak_pages, state.taken_pages = need, 0
                 ledger.prefilling.add(state)
                 self._growth += growth
                 if self.new_chunked_req is req:
@@ -62,7 +61,7 @@ def gated_adder(base: Any, ledger: PhysicalLedger) -> type[PrefillAdder]:
             return result
 
         def add_chunked_req(self, req: Any) -> Any:
-            limit = _chunk_limit(ledger, req.sglang_kv.policy)
+            limit = _chunk_limit(ledger, req.sglang_kv)
             if limit is not None:
                 limit = min(limit, _to_fold(req) or limit)
                 self.chunked_req_limit = min(limit, self.chunked_req_limit or limit)
@@ -75,7 +74,7 @@ def gated_adder(base: Any, ledger: PhysicalLedger) -> type[PrefillAdder]:
             self, req: Any, *, chunk_limit: int | None, **kwargs: Any
         ) -> tuple[bool, int | None]:
             fits, limit = super()._check_prefill_budget(req, chunk_limit=chunk_limit, **kwargs)
-            own = _chunk_limit(ledger, req.sglang_kv.policy)
+            own = _chunk_limit(ledger, req.sglang_kv)
             if limit is not None and own is not None:
                 limit = min(limit, own)
             return fits, limit
@@ -91,14 +90,12 @@ def gated_adder(base: Any, ledger: PhysicalLedger) -> type[PrefillAdder]:
         def _demand(self, req: Any) -> tuple[int, int]:
             """Head pages beyond the matched prefix: for the prefill's peak, and to decode."""
             policy: Compressor = req.sglang_kv.policy
-            tokens = len(req.full_untruncated_fill_ids)
+            tokens, held = len(req.full_untruncated_fill_ids), req.prefix_len // ledger.page_size
             size, streams = ledger.page_size, ledger.num_streams
-            chunk = _chunk_limit(ledger, policy)
-            peak = policy.peak_pages(tokens, size, chunk, req.sglang_kv.fold_at)
+            peak = _peak_pages(ledger, req.sglang_kv, tokens, held)
             left = max(req.sampling_params.max_new_tokens - len(req.output_ids), 0)
             end = policy.steady_pages(tokens + min(left, CLIP_MAX_NEW_TOKENS), size)
-            held = req.prefix_len // size
-            return max(0, peak - held) * streams, max(0, end - peak) * streams
+            return peak * streams, max(0, end - held - peak) * streams
 
         def _fits(self, need: int, growth: int) -> bool:
             pool, tree = ledger.pool, ledger.tree
@@ -120,16 +117,35 @@ def _to_fold(req: Any) -> int:
     return max(0, (req.sglang_kv.fold_at or 0) - int(req.prefix_len))
 
 
-def _chunk_limit(ledger: PhysicalLedger, policy: Compressor) -> int | None:
+def _published_pages(ledger: PhysicalLedger, state: RequestState) -> int:
+    """Pages per stream that the tree will take over from this request, if it drops any."""
+    if ledger.tree is None or ledger.tree.disable:
+        return 0
+    return (state.dense_prefix or 0) // ledger.page_size
+
+
+def _peak_pages(ledger: PhysicalLedger, state: RequestState, tokens: int, matched: int) -> int:
+    return state.policy.peak_pages(
+        tokens,
+        ledger.page_size,
+        _chunk_limit(ledger, state),
+        state.fold_at,
+        matched=matched,
+        published=_published_pages(ledger, state),
+    )
+
+
+def _chunk_limit(ledger: PhysicalLedger, state: RequestState) -> int | None:
     """Most prompt tokens that one forward of such a request may compute.
 
     SGLang's chunk size; less in a pool so small that window and chunk would not fit in it.
     """
-    chunk, window, size = ledger.chunk_tokens, policy.window, ledger.page_size
+    chunk, window, size = ledger.chunk_tokens, state.policy.window, ledger.page_size
     if chunk is None or window.window_left < 0:
         return chunk
     capacity = ledger.pool.num_pages // ledger.num_streams
     held = window.sink_pages(size) + -(-window.window_left // size) + 1
+    held += _published_pages(ledger, state)
     return max(size, min(chunk, (capacity - held - 1) * size))
 
 
@@ -159,7 +175,7 @@ def check_request(ledger: PhysicalLedger, req: Any, trained_length: int | None) 
     fold_at = req.sglang_kv.fold_at
     if fold_at is not None and fold_at < prompt and ledger.chunk_tokens is None:
         return "kv_compression.fold_at: needs chunked prefill (--chunked-prefill-size)"
-    peak = policy.peak_pages(prompt + 1, size, _chunk_limit(ledger, policy), fold_at)
+    peak = _peak_pages(ledger, req.sglang_kv, prompt + 1, 0)
     if peak > capacity:
         return (
             f"input_ids: the prompt of {prompt} tokens needs {peak} KV pages per layer and head "

@@ -70,7 +70,7 @@ class HeadPageRadixCache(RadixCache):
         limit = state.publish_limit()
         if limit is not None:
             up_to = min(up_to, limit)
-        before = int(req.kv.cache_protected_len)
+        before, free = int(req.kv.cache_protected_len), self.ledger.pool.num_free
         if up_to // self.page_size * self.page_size > before:
             super().checkpoint(req, up_to=up_to)
             if not state.private:
@@ -79,6 +79,8 @@ class HeadPageRadixCache(RadixCache):
         if not state.private:
             self.set_reader(state, req.last_node)
         self.ledger.settle(state)
+        # Duplicates went back to the pool; whoever is still prefilling may need as many again.
+        state.taken_pages -= self.ledger.pool.num_free - free
 
     def _insert_helper(
         self,

@@ -60,7 +60,8 @@ class RequestState:
         self.length = 0  # tokens with memory, all computed by forwards already submitted
         self.num_pages = 0  # entries in each stream's list
         self.held_pages = 0  # over all streams
-        self.peak_pages = 0  # reserved while prefilling, else 0
+        self.peak_pages = 0  # promised while prefilling, else 0
+        self.taken_pages = 0  # of those: taken from the pool, and not yet given back to it
         self.folded = False  # the policy has taken hold
         self.private = False
         self.awaiting_checkpoint = False  # a prefill ran whose result the tree has not seen
@@ -231,11 +232,12 @@ class PhysicalLedger:
 
     # -- growing --
 
-    def _take(self, count: int) -> Pages:
-        """``count`` fresh pages. What was promised may lie in the tree: a prefix that its own
-        request published between two chunks is evictable, but not free."""
+    def _take(self, state: RequestState, count: int) -> Pages:
+        """``count`` fresh pages. They were promised or checked for; should a count ever be off,
+        prefixes that nobody reads go before the server does."""
         if self.pool.num_free < count and self.tree is not None:
             self.tree.evict_pages(count)
+        state.taken_pages += count
         return self.pool.alloc(count)
 
     def _grow_dense(self, state: RequestState, target: int) -> None:
@@ -245,7 +247,7 @@ class PhysicalLedger:
             token_pages = self.token_pages(state, first, last)
             heads = self.page_table[token_pages]
             fresh = heads[:, 0, 0] < 0  # the rest came with the matched prefix
-            heads[fresh] = self._take(int(fresh.sum()) * self.num_streams).reshape(
+            heads[fresh] = self._take(state, int(fresh.sum()) * self.num_streams).reshape(
                 -1, *heads.shape[1:]
             )
             self.page_table[token_pages[fresh]] = heads[fresh]
@@ -260,7 +262,7 @@ class PhysicalLedger:
         first, last = state.num_pages, -(-int(kv_len[0, 0]) // self.page_size)
         if last > first:
             self.streams.fit(last)
-            pages = self._take((last - first) * self.num_streams)
+            pages = self._take(state, (last - first) * self.num_streams)
             shape = (*kv_len.shape, last - first)
             self.streams.table[state.slot, :, :, first:last] = pages.reshape(shape)
             state.num_pages = last
@@ -305,7 +307,7 @@ class PhysicalLedger:
         if not state.private:
             self._privatise(state)
         pages = self._list(state)
-        self.pool.release(pages[:, :, sinks : sinks + drop].reshape(-1))
+        state.taken_pages -= self.pool.release(pages[:, :, sinks : sinks + drop].reshape(-1))
         kept = pages[:, :, sinks + drop :].copy()  # source and destination overlap
         pages[:, :, sinks : sinks + kept.shape[2]] = kept
         desc[:, :, GAP] += drop * self.page_size
@@ -384,7 +386,7 @@ class PhysicalLedger:
     @property
     def outstanding(self) -> int:
         """Head pages promised to requests whose prefill is under way, not yet taken."""
-        return sum(max(0, s.peak_pages - s.held_pages) for s in self.prefilling)
+        return sum(max(0, s.peak_pages - s.taken_pages) for s in self.prefilling)
 
     def pages_for_next_token(self, state: RequestState) -> int:
         """Head pages that one more token takes (0 or one per stream)."""

@@ -120,23 +120,34 @@ class Compressor:
         return self.window.pages(num_tokens, page_size)
 
     def peak_pages(
-        self, num_tokens: int, page_size: int, chunk: int | None, fold_at: int | None = None
+        self,
+        num_tokens: int,
+        page_size: int,
+        chunk: int | None,
+        fold_at: int | None = None,
+        *,
+        matched: int = 0,
+        published: int = 0,
     ) -> int:
-        """Most pages one stream holds at any moment while ``num_tokens`` are prefilled.
+        """Most pages per stream that a prefill of ``num_tokens`` takes from the pool at once.
 
         Args:
             num_tokens: length of the prompt.
             chunk: most tokens that one forward computes (``None``: the whole prompt).
             fold_at: `fold_position` of the request.
+            matched: pages that came from the prefix tree. They save a page each only while the
+                request reads them: when its window has left them, it stands on its own pages.
+            published: pages that the tree takes over. Others may come to read them, so they do
+                not count as given back when this request drops them.
         """
         window = self.window
-        total = -(-num_tokens // page_size)
+        fresh = -(-num_tokens // page_size) - matched
         if window.window_left < 0 or chunk is None or chunk >= num_tokens:
-            return total
+            return fresh
         # A chunk may start anywhere inside a page, hence one more page than it fills.
         windowed = window.pages(num_tokens, page_size) + -(-chunk // page_size) + 1
-        dense = -(-(fold_at or 0) // page_size)
-        return min(total, max(windowed, dense))
+        dense = -(-(fold_at or 0) // page_size) - matched
+        return min(fresh, max(windowed + max(0, published - matched), dense))
 
 
 C = TypeVar("C", bound=type[Compressor])
