@@ -138,12 +138,15 @@ def _peak_pages(ledger: PhysicalLedger, state: RequestState, tokens: int, matche
 def _chunk_limit(ledger: PhysicalLedger, state: RequestState) -> int | None:
     """Most prompt tokens that one forward of such a request may compute.
 
-    SGLang's chunk size; less in a pool so small that window and chunk would not fit in it.
+    SGLang's chunk size; less for a prompt longer than a pool so small that window and chunk
+    would not fit in it.
     """
     chunk, window, size = ledger.chunk_tokens, state.policy.window, ledger.page_size
     if chunk is None or window.window_left < 0:
         return chunk
     capacity = ledger.pool.num_pages // ledger.num_streams
+    if -(-state.known_tokens // size) <= capacity:
+        return chunk
     held = window.sink_pages(size) + -(-window.window_left // size) + 1
     held += _published_pages(ledger, state)
     return max(size, min(chunk, (capacity - held - 1) * size))
@@ -192,8 +195,8 @@ def check_request(ledger: PhysicalLedger, req: Any, trained_length: int | None) 
             )
         params.max_new_tokens = min(params.max_new_tokens, trained_length - prompt)
     if policy.min_kept is None:
-        # Everything is kept, so the answer must fit beside the prompt.
-        params.max_new_tokens = max(0, min(params.max_new_tokens, capacity * size - prompt - 1))
+        # Everything is kept, so the answer must fit beside the prompt (its last token needs no KV).
+        params.max_new_tokens = max(0, min(params.max_new_tokens, capacity * size - prompt))
     if params.min_new_tokens > params.max_new_tokens:
         params.min_new_tokens = params.max_new_tokens
     return None

@@ -42,7 +42,10 @@ class Options:
             raise PolicyError(
                 f"--kv-compression-override: expected client or server, got {self.override!r}"
             )
-        for flag, value in (("min-keep", self.min_keep), ("virtual-tokens", self.virtual_tokens)):
+        for flag, value in (
+            ("--kv-compression-min-keep", self.min_keep),
+            ("--kv-virtual-tokens", self.virtual_tokens),
+        ):
             if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
                 raise PolicyError(f"{flag}: expected an integer, got {value!r}")
             if value is not None and value < 0:
@@ -51,6 +54,11 @@ class Options:
             if self.config:
                 raise PolicyError("--kv-compression-config needs --kv-compression METHOD")
         else:
+            if "method" in (self.config or {}):
+                raise PolicyError(
+                    "--kv-compression-config: holds parameters only; the method is "
+                    "--kv-compression's"
+                )
             self._check_keep(self.default_policy)
 
     @property

@@ -24,6 +24,9 @@ from sglang_kv.cpu import finder
 finder.install()
 
 from sglang.srt.entrypoints.engine import Engine as SGLangEngine  # noqa: E402
+from sglang.srt.plugins import load_plugins  # noqa: E402
+
+from sglang_kv.plugin import verify  # noqa: E402
 
 #: Arguments, and the fields of `Options` they set.
 ARGUMENTS = {
@@ -42,6 +45,10 @@ class Engine(SGLangEngine):
     def __init__(self, **kwargs: Any) -> None:
         given = {field: kwargs.pop(name) for name, field in ARGUMENTS.items() if name in kwargs}
         with options_in_environment(given):
+            if Options.from_env().active:
+                # SGLANG_PLUGINS may leave ours out, and the engine would serve uncompressed.
+                load_plugins()
+                verify()
             super().__init__(**kwargs)
 
 

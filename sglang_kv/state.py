@@ -68,6 +68,11 @@ class RequestState:
         self.owes_pages = False  # private, but its dense prefix is still to be published
 
     @property
+    def known_tokens(self) -> int:
+        """Prompt and output so far: what a prefill would compute now."""
+        return len(self.req.origin_input_ids) + len(self.req.output_ids)
+
+    @property
     def fold_at(self) -> int | None:
         """Where the policy takes hold; None: from the first token."""
         return self.policy.fold_position(len(self.req.origin_input_ids))
@@ -96,8 +101,7 @@ class RequestState:
 
     def note(self, num_streams: int, page_size: int, page_bytes: int) -> None:
         """Keep the report of this moment."""
-        req = self.req
-        logical = min(self.length, len(req.origin_input_ids) + len(req.output_ids))
+        logical = min(self.length, self.known_tokens)
         dense = -(-self.length // page_size) * num_streams
         self._last = {
             "method": self.policy.name,

@@ -109,6 +109,11 @@ def test_an_answer_is_cut_to_what_fits_beside_its_prompt(server: Server) -> None
     assert report(answer)["logical_tokens"] <= 2992
 
 
+def test_the_last_free_slot_still_gives_an_answer(server: Server) -> None:
+    answer = server.generate(noise(2991), NONE, max_new_tokens=5, ignore_eos=True)
+    assert answer["meta_info"]["completion_tokens"] == 1
+
+
 # Where a policy may stand ----------------------------------------------------------------------
 
 
