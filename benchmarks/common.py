@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import math
 import platform
 import subprocess
 import time
@@ -57,13 +58,29 @@ def read_bandwidth_gb_s(seconds: float = 1.0) -> float:
     return 2**30 / best / 1e9
 
 
-def record(name: str, row: dict[str, Any]) -> None:
-    """Append one line to ``results/NAME.jsonl`` and print it."""
-    RESULTS.mkdir(exist_ok=True)
-    line = json.dumps({"benchmark": name, **row, "environment": environment()})
-    with (RESULTS / f"{name}.jsonl").open("a") as file:
+def wilson(hits: int, n: int, z: float = 1.959964) -> list[float] | None:
+    """Wilson's 95 % interval of a share, None for no trial; rounded to four places."""
+    if n == 0:
+        return None
+    share, z2 = hits / n, z * z / n
+    middle = (share + z2 / 2) / (1 + z2)
+    half = z / (1 + z2) * math.sqrt(share * (1 - share) / n + z2 / n / 4)
+    return [round(max(0.0, middle - half), 4), round(min(1.0, middle + half), 4)]
+
+
+def record(
+    name: str, row: dict[str, Any], path: Path | None = None, show: bool = True
+) -> dict[str, Any]:
+    """Append one line to ``results/NAME.jsonl`` (or to ``path``), print it, and return it."""
+    path = path or RESULTS / f"{name}.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    full = {"benchmark": name, **row, "environment": environment()}
+    line = json.dumps(full)
+    with path.open("a") as file:
         file.write(line + "\n")
-    print(line, flush=True)
+    if show:
+        print(line, flush=True)
+    return full
 
 
 def _affinity() -> set[int]:

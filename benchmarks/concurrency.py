@@ -1,8 +1,9 @@
 """How many long requests run at once in one fixed pool?
 
-    python benchmarks/concurrency.py --pool 26000 --context 8000
+    python benchmarks/concurrency.py --pool 34000 --context 4000 --new-tokens 64
 
-The same pool in tokens for every arm; the arithmetic stands beside the measurement.
+The same pool in tokens for every arm; the arithmetic, prefill's peak in it, stands beside the
+measurement.
 """
 
 from __future__ import annotations
@@ -19,21 +20,45 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from sglang_kv.benchmarks.common import record
 from sglang_kv.benchmarks.server import Server
-from sglang_kv.compression import parse_policy
+from sglang_kv.compression import Geometry, parse_policy
+from sglang_kv.compression.gates import find_gates
 
-ARMS: dict[str, dict[str, Any]] = {
-    "none": {"method": "none"},
-    "streamingllm": {"method": "streamingllm", "sinks": 4, "recent": 1020},
-}
+PAGE = 16
+NONE: dict[str, Any] = {"method": "none"}
 
 
-def predicted(policy: dict[str, Any], pool: int, context: int, new: int, chunk: int) -> int:
-    """Requests that fit, the newest one still at its prefill peak."""
-    parsed, page = parse_policy(policy), 16
-    steady = parsed.steady_pages(context + new, page)
-    published = (parsed.dense_prefix or 0) // page
-    peak = max(parsed.peak_pages(context, page, chunk, published=published), steady)
-    return (pool // page - peak) // steady + 1
+def arms(context: int) -> dict[str, dict[str, Any]]:
+    """Every method at a half, a quarter and an eighth of the prompt."""
+    found: dict[str, dict[str, Any]] = {"none": NONE}
+    for part in (2, 4, 8):
+        kept = {"keep_ratio": 1 / part}
+        found[f"streamingllm 1/{part}"] = {"method": "streamingllm", "budget": context // part}
+        found[f"h2o 1/{part}"] = {"method": "h2o", **kept}
+        found[f"snapkv 1/{part}"] = {"method": "snapkv", **kept}
+        found[f"snapkv pages 1/{part}"] = {"method": "snapkv", "granularity": "page", **kept}
+        found[f"pyramidkv 1/{part}"] = {"method": "pyramidkv", **kept}
+    for sparsity in (0.5, 0.75):
+        found[f"duoattention {sparsity}"] = {"method": "duoattention", "sparsity": sparsity}
+    return found
+
+
+def predicted(
+    policy: dict[str, Any], geometry: Geometry, pool: int, context: int, new: int, chunk: int
+) -> int:
+    """Requests that fit, the newest one still at its prefill's peak."""
+    plan = parse_policy(policy).plan(context, geometry)
+    steady = plan.pages(context + new)
+    peak = plan.peak_pages(context, chunk, published=(plan.dense_prefix or 0) // PAGE)
+    pages = pool // PAGE * geometry.num_streams
+    return max(0, (pages - max(peak, steady)) // steady + 1)
+
+
+def geometry_of(model: str) -> Geometry:
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(model)
+    layers, heads = config.num_hidden_layers, config.num_key_value_heads
+    return Geometry(layers, heads, PAGE, find_gates(model, layers, heads))
 
 
 def measure(server: Server, policy: dict[str, Any], count: int, context: int, new: int) -> int:
@@ -62,33 +87,40 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--model", required=True)
-    parser.add_argument("--pool", type=int, default=26000)
-    parser.add_argument("--context", type=int, default=8000)
-    parser.add_argument("--new-tokens", type=int, default=32)
+    parser.add_argument("--pool", type=int, default=34000)
+    parser.add_argument("--context", type=int, default=4000)
+    parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--chunk", type=int, default=4096)
-    parser.add_argument("--requests", type=int, default=24)
+    parser.add_argument("--arms", help="comma-separated; default: all")
     args = parser.parse_args()
     flags = ["--max-total-tokens", str(args.pool), "--chunked-prefill-size", str(args.chunk)]
-    flags += ["--max-running-requests", "64", "--enable-metrics", "--kv-compression", "none"]
+    flags += ["--max-running-requests", "128", "--enable-metrics", "--kv-compression", "none"]
+    geometry = geometry_of(args.model)
+    chosen = arms(args.context)
+    if args.arms:
+        chosen = {name: chosen[name] for name in args.arms.split(",")}
     base: int | None = None
-    for arm, policy in ARMS.items():
-        count = 6 if arm == "none" else args.requests
-        with Server(args.model, *flags) as server:
-            most = measure(server, policy, count, args.context, args.new_tokens)
-        base = base or most
-        record(
-            "concurrency",
-            {
-                "arm": arm,
-                "pool_tokens": args.pool,
-                "context": args.context,
-                "running_at_once": most,
-                "predicted": predicted(
-                    policy, args.pool, args.context, args.new_tokens, args.chunk
-                ),
-                "ratio_to_none": round(most / base, 2),
-            },
-        )
+    with Server(args.model, *flags, "--page-size", str(PAGE)) as server:
+        for arm, policy in chosen.items():
+            expected = predicted(
+                policy, geometry, args.pool, args.context, args.new_tokens, args.chunk
+            )
+            server.flush()
+            most = measure(server, policy, expected + 3, args.context, args.new_tokens)
+            base = base or most
+            record(
+                "concurrency",
+                {
+                    "arm": arm,
+                    "policy": policy,
+                    "pool_tokens": args.pool,
+                    "context": args.context,
+                    "new_tokens": args.new_tokens,
+                    "running_at_once": most,
+                    "predicted": expected,
+                    "ratio_to_first": round(most / base, 2),
+                },
+            )
 
 
 if __name__ == "__main__":

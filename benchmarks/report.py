@@ -1,7 +1,8 @@
-"""The README's tables, made from ``results/*.jsonl``; ``--write`` puts them there.
+"""The tables of README and docs, from ``results/*.jsonl`` and the registry; ``--write`` puts them
+there.
 
-Each table shows the newest line of each arm, so a figure in the README is always one that a
-benchmark has recorded. ``tests/test_readme.py`` fails when the two differ.
+Each table shows the newest line of each arm, so a figure in them is always one that a benchmark
+has recorded. ``tests/test_readme.py`` fails when the two differ.
 """
 
 from __future__ import annotations
@@ -12,8 +13,10 @@ import re
 from pathlib import Path
 from typing import Any
 
+from sglang_kv import cli
+
 HERE = Path(__file__).resolve().parent
-README = HERE.parent / "README.md"
+ROOT = HERE.parent
 
 
 def newest(name: str) -> dict[str, dict[str, Any]]:
@@ -62,12 +65,20 @@ def headline() -> str:
 
 
 def methods() -> str:
-    from sglang_kv.cli import method_table
-
-    return method_table()
+    return cli.method_table()
 
 
-SECTIONS = {"headline": headline, "methods": methods}
+SECTIONS = {
+    "headline": headline,
+    "methods": methods,
+    "parameters": cli.parameter_tables,
+    "presets": cli.preset_table,
+}
+#: Where each section stands.
+DOCUMENTS = {
+    "README.md": ("headline", "methods"),
+    "docs/METHODS.md": ("methods", "parameters", "presets"),
+}
 
 
 def render(text: str) -> str:
@@ -82,11 +93,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--write", action="store_true")
     args = parser.parse_args()
-    text = render(README.read_text())
-    if args.write:
-        README.write_text(text)
-    else:
+    if not args.write:
         print(headline())
+        return
+    for name in DOCUMENTS:
+        path = ROOT / name
+        path.write_text(render(path.read_text()))
 
 
 if __name__ == "__main__":

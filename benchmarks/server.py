@@ -158,6 +158,12 @@ class Server:
         """``/generate``, greedy unless told otherwise; ``policy`` is the request's own."""
         return self.post("/generate", generate_body(prompt, policy, **options))
 
+    def flush(self) -> None:
+        """Empty the prefix cache, as between the arms of a benchmark; SGLang refuses while busy."""
+        request = urllib.request.Request(self.url + "/flush_cache", method="POST")
+        with urllib.request.urlopen(request, timeout=60):
+            pass
+
     def metric(self, name: str, **labels: str) -> float:
         """Sum of a metric's samples that carry ``labels``."""
         total, found = 0.0, False

@@ -28,7 +28,9 @@ _AVX512 = {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
 
 @functools.cache
 def load_kernels() -> Any:
-    """The compiled ops, built if need be: decode, extend, append, gather and visible_ranges.
+    """The compiled ops, built if need be.
+
+    They are decode, extend, append, gather, column_sums and visible_ranges.
 
     Raises RuntimeError with the compiler's output if the build fails, and ValueError for an
     `SGLANG_KV_CPU_ISA` that is unknown or that this CPU lacks.

@@ -43,6 +43,26 @@ def stream_tokens(
     return k, v
 
 
+def masked_logits(
+    q: Tensor,
+    k: Tensor,
+    desc: Tensor,
+    page_size: int,
+    sm_scale: float,
+    logits_soft_cap: float,
+    layer_window_left: int,
+) -> Tensor:
+    """Logits of a stream's last tokens, -inf for what they do not see: [heads, queries, kv_len].
+
+    `q` is [queries, heads, head_dim], the query heads of this KV head; `k` is [kv_len, head_dim].
+    """
+    logits = torch.einsum("qhd,kd->hqk", q.float(), k) * sm_scale
+    if logits_soft_cap > 0:
+        logits = logits_soft_cap * torch.tanh(logits / logits_soft_cap)
+    mask = visible_mask(len(q), desc, page_size, layer_window_left)
+    return logits.masked_fill(~mask, -math.inf)
+
+
 def extend(
     q: Tensor,
     qo_indptr: Tensor,
@@ -65,11 +85,15 @@ def extend(
                 continue
             heads = slice(h * group, (h + 1) * group)
             k, v = stream_tokens(streams, slot, layer, h)
-            logits = torch.einsum("qhd,kd->hqk", q[begin:end, heads].float(), k) * sm_scale
-            if logits_soft_cap > 0:
-                logits = logits_soft_cap * torch.tanh(logits / logits_soft_cap)
-            mask = visible_mask(end - begin, desc, streams.page_size, layer_window_left)
-            logits = logits.masked_fill(~mask, -math.inf)
+            logits = masked_logits(
+                q[begin:end, heads],
+                k,
+                desc,
+                streams.page_size,
+                sm_scale,
+                logits_soft_cap,
+                layer_window_left,
+            )
             out[begin:end, heads] = torch.einsum("hqk,kd->qhd", logits.softmax(-1), v)
             lse[begin:end, heads] = logits.logsumexp(-1).T / math.log(2)
     return out, lse
@@ -94,6 +118,49 @@ def decode(
         logits_soft_cap=logits_soft_cap,
         layer_window_left=layer_window_left,
     )
+
+
+def column_sums(
+    q: Tensor,
+    qo_indptr: Tensor | None,
+    first_query: Tensor,
+    lse: Tensor,
+    streams: PagedStreams,
+    layer: int,
+    scores: Tensor,
+    score_slots: Tensor,
+    *,
+    sm_scale: float,
+    logits_soft_cap: float = 0.0,
+    layer_window_left: int = -1,
+) -> None:
+    """`scores.column_sums` in fp32, with a matrix of weights for each stream."""
+    if qo_indptr is None:
+        qo_indptr = torch.arange(len(streams.slots) + 1)
+    group = q.shape[1] // streams.num_kv_heads
+    for b, (slot, score_slot) in enumerate(
+        zip(streams.slots.tolist(), score_slots.tolist(), strict=True)
+    ):
+        rows = slice(int(qo_indptr[b] + first_query[b]), int(qo_indptr[b + 1]))
+        for h in range(streams.num_kv_heads):
+            desc = streams.desc[slot, layer, h]
+            if score_slot == -1 or rows.start == rows.stop or desc[KV_LEN] == 0:
+                continue
+            heads = slice(h * group, (h + 1) * group)
+            k, _ = stream_tokens(streams, slot, layer, h)
+            logits = masked_logits(
+                q[rows, heads],
+                k,
+                desc,
+                streams.page_size,
+                sm_scale,
+                logits_soft_cap,
+                layer_window_left,
+            )
+            row_lse = lse[rows, heads].T[:, :, None]
+            weights = torch.exp2(logits / math.log(2) - row_lse)
+            weights = weights.masked_fill(row_lse == -math.inf, 0.0)
+            scores[score_slot, layer, h, : desc[KV_LEN]] += weights.sum((0, 1))
 
 
 def append(

@@ -14,8 +14,9 @@ from typing import Any, cast
 
 from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS, AddReqResult, PrefillAdder
 
-from sglang_kv.compression import Compressor
-from sglang_kv.state import PhysicalLedger, RequestState
+from sglang_kv.compression import WindowPlan
+from sglang_kv.request import RequestState
+from sglang_kv.state import PhysicalLedger
 
 
 @cache
@@ -46,7 +47,7 @@ def gated_adder(base: Any, ledger: PhysicalLedger) -> type[PrefillAdder]:
             result = AddReqResult.NO_TOKEN
             need, growth = self._demand(req)
             if self._fits(need, growth):
-                result = super().add_one_req(req, has_chunked_req, truncation_align_size)
+                result = self._add(req, has_chunked_req, truncation_align_size)
             if len(self.can_run_list) > admitted:
                 state.peak_pages, state.taken_pages = need, 0
                 ledger.prefilling.add(state)
@@ -59,6 +60,16 @@ def gated_adder(base: Any, ledger: PhysicalLedger) -> type[PrefillAdder]:
             elif tree is not None:
                 tree.set_reader(state, None)
             return result
+
+        def _add(self, req: Any, *args: Any) -> AddReqResult:
+            # Without a tree, SGLang admits `ignore_eos` requests by a shortcut of its own, past
+            # the hooks below: chunks would not end where a policy takes hold.
+            params = req.sampling_params
+            ignore_eos, params.ignore_eos = params.ignore_eos, False
+            try:
+                return super().add_one_req(req, *args)
+            finally:
+                params.ignore_eos = ignore_eos
 
         def add_chunked_req(self, req: Any) -> Any:
             limit = _chunk_limit(ledger, req.sglang_kv)
@@ -89,13 +100,12 @@ def gated_adder(base: Any, ledger: PhysicalLedger) -> type[PrefillAdder]:
 
         def _demand(self, req: Any) -> tuple[int, int]:
             """Head pages beyond the matched prefix: for the prefill's peak, and to decode."""
-            policy: Compressor = req.sglang_kv.policy
+            state: RequestState = req.sglang_kv
             tokens, held = len(req.full_untruncated_fill_ids), req.prefix_len // ledger.page_size
-            size, streams = ledger.page_size, ledger.num_streams
-            peak = _peak_pages(ledger, req.sglang_kv, tokens, held)
+            peak = _peak_pages(ledger, state, tokens, held)
             left = max(req.sampling_params.max_new_tokens - len(req.output_ids), 0)
-            end = policy.steady_pages(tokens + min(left, CLIP_MAX_NEW_TOKENS), size)
-            return peak * streams, max(0, end - held - peak) * streams
+            end = state.plan.pages(tokens + min(left, CLIP_MAX_NEW_TOKENS))
+            return peak, max(0, end - held * ledger.num_streams - peak)
 
         def _fits(self, need: int, growth: int) -> bool:
             pool, tree = ledger.pool, ledger.tree
@@ -114,42 +124,46 @@ def gated_adder(base: Any, ledger: PhysicalLedger) -> type[PrefillAdder]:
 
 def _to_fold(req: Any) -> int:
     """Tokens until the chunk has to end because the policy takes hold; 0: no such place."""
-    return max(0, (req.sglang_kv.fold_at or 0) - int(req.prefix_len))
+    begin = int(req.prefix_len)
+    stop = req.sglang_kv.plan.next_stop(begin)
+    return 0 if stop is None else stop - begin
 
 
-def _published_pages(ledger: PhysicalLedger, state: RequestState) -> int:
-    """Pages per stream that the tree will take over from this request, if it drops any."""
-    if ledger.tree is None or ledger.tree.disable:
-        return 0
-    return (state.dense_prefix or 0) // ledger.page_size
-
-
-def _peak_pages(ledger: PhysicalLedger, state: RequestState, tokens: int, matched: int) -> int:
-    return state.policy.peak_pages(
-        tokens,
-        ledger.page_size,
-        _chunk_limit(ledger, state),
-        state.fold_at,
-        matched=matched,
-        published=_published_pages(ledger, state),
-    )
+def _peak_pages(
+    ledger: PhysicalLedger,
+    state: RequestState,
+    tokens: int,
+    matched: int,
+    chunk: int | None = None,
+) -> int:
+    shared = ledger.tree is not None and not ledger.tree.disable
+    published = (state.plan.dense_prefix or 0) // ledger.page_size if shared else 0
+    chunk = _chunk_limit(ledger, state) if chunk is None else chunk
+    return state.plan.peak_pages(tokens, chunk, matched=matched, published=published)
 
 
 def _chunk_limit(ledger: PhysicalLedger, state: RequestState) -> int | None:
     """Most prompt tokens that one forward of such a request may compute.
 
-    SGLang's chunk size; less for a prompt longer than a pool so small that window and chunk
-    would not fit in it.
+    SGLang's chunk size; less for a prompt longer than a pool so small that it would not hold what
+    stays together with the chunk.
     """
-    chunk, window, size = ledger.chunk_tokens, state.policy.window, ledger.page_size
-    if chunk is None or window.window_left < 0:
+    chunk, size = ledger.chunk_tokens, ledger.page_size
+    if chunk is None or not isinstance(state.plan, WindowPlan):
         return chunk
-    capacity = ledger.pool.num_pages // ledger.num_streams
-    if -(-state.known_tokens // size) <= capacity:
+    tokens, pages = state.known_tokens, ledger.pool.num_pages
+    if -(-tokens // size) * ledger.num_streams <= pages:
         return chunk
-    held = window.sink_pages(size) + -(-window.window_left // size) + 1
-    held += _published_pages(ledger, state)
-    return max(size, min(chunk, (capacity - held - 1) * size))
+
+    def fits(limit: int) -> bool:
+        # One more token: the answer's first is computed beside the prompt.
+        return _peak_pages(ledger, state, tokens + 1, 0, limit) <= pages
+
+    low, high = 1, -(-chunk // size)  # in pages
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle * size) else (low, middle - 1)
+    return min(chunk, low * size)
 
 
 def growth_pages(ledger: PhysicalLedger, state: RequestState, tokens: int) -> int:
@@ -157,9 +171,7 @@ def growth_pages(ledger: PhysicalLedger, state: RequestState, tokens: int) -> in
     length = state.length
     if length == 0:
         return 0
-    policy, size = state.policy, ledger.page_size
-    more = policy.steady_pages(length + tokens, size) - policy.steady_pages(length, size)
-    return max(0, more) * ledger.num_streams
+    return max(0, state.plan.pages(length + tokens) - state.plan.pages(length))
 
 
 def check_request(ledger: PhysicalLedger, req: Any, trained_length: int | None) -> str | None:
@@ -167,24 +179,24 @@ def check_request(ledger: PhysicalLedger, req: Any, trained_length: int | None) 
 
     Called at intake, before the queue: a request that can never fit would stall it.
     """
-    policy: Compressor = req.sglang_kv.policy
+    state: RequestState = req.sglang_kv
+    plan = state.plan
     prompt = len(req.origin_input_ids)
     if prompt == 0:
         # SGLang refuses an empty `input_ids`, but not a text without tokens, and its rotary
         # embedding would take the server down over it.
         return "text: the prompt has no tokens"
-    size = ledger.page_size
-    capacity = ledger.pool.num_pages // ledger.num_streams  # pages per stream
-    fold_at = req.sglang_kv.fold_at
-    if fold_at is not None and fold_at < prompt and ledger.chunk_tokens is None:
+    size, streams, pages = ledger.page_size, ledger.num_streams, ledger.pool.num_pages
+    stop = plan.next_stop(0)
+    if stop is not None and stop < prompt and ledger.chunk_tokens is None:
         return "kv_compression.fold_at: needs chunked prefill (--chunked-prefill-size)"
-    peak = _peak_pages(ledger, req.sglang_kv, prompt + 1, 0)
-    if peak > capacity:
+    peak = _peak_pages(ledger, state, prompt + 1, 0)
+    if peak > pages:
         return (
-            f"input_ids: the prompt of {prompt} tokens needs {peak} KV pages per layer and head "
-            f"at its peak with kv_compression.method={policy.name!r}, and the whole pool has "
-            f"{capacity} ({capacity * size} tokens); shorten it, compress it, or raise "
-            "--max-total-tokens"
+            f"input_ids: the prompt of {prompt} tokens needs {-(-peak // streams)} KV pages per "
+            f"layer and head at its peak with kv_compression.method={state.policy.name!r}, and the "
+            f"whole pool has {pages // streams} ({pages // streams * size} tokens); shorten it, "
+            "compress it, or raise --max-total-tokens"
         )
     params = req.sampling_params
     if trained_length is not None:
@@ -194,9 +206,24 @@ def check_request(ledger: PhysicalLedger, req: Any, trained_length: int | None) 
                 "the model was trained for, and this policy keeps original positions"
             )
         params.max_new_tokens = min(params.max_new_tokens, trained_length - prompt)
-    if policy.min_kept is None:
-        # Everything is kept, so the answer must fit beside the prompt (its last token needs no KV).
-        params.max_new_tokens = max(0, min(params.max_new_tokens, capacity * size - prompt))
+    params.max_new_tokens = _longest_answer(ledger, state, prompt, params.max_new_tokens)
     if params.min_new_tokens > params.max_new_tokens:
         params.min_new_tokens = params.max_new_tokens
     return None
+
+
+def _longest_answer(ledger: PhysicalLedger, state: RequestState, prompt: int, wanted: int) -> int:
+    """At most ``wanted`` tokens, and no more than memory lasts for beside what is kept."""
+    plan, pages = state.plan, ledger.pool.num_pages
+
+    def fits(answer: int) -> bool:
+        # SGLang runs one step ahead of the end of an answer, so its last token counts as well.
+        return plan.pages(prompt + answer) <= pages
+
+    if wanted <= 0 or fits(wanted):
+        return max(0, wanted)
+    low, high = 0, wanted  # low fits, high does not
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low

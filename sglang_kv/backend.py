@@ -8,8 +8,10 @@ import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
 from sglang_kv import runtime
+from sglang_kv.fold import ScorePass
 from sglang_kv.kernels.attention import decode, extend
 from sglang_kv.kernels.layout import PagedStreams
+from sglang_kv.kernels.scores import column_sums
 from sglang_kv.kernels.transfer import append
 from sglang_kv.kvcache import HeadPageKVPool
 
@@ -57,6 +59,17 @@ class HeadPageAttnBackend(AttentionBackend):
             indptr = torch.zeros(len(lens) + 1, dtype=torch.int32)
             torch.cumsum(lens, 0, out=indptr[1:])
             self._indptr = indptr
+        self._scored = self._score_pass(rows, forward_batch)
+
+    def _score_pass(self, rows: Any, forward_batch: ForwardBatch) -> ScorePass | None:
+        """Whose queries are scored in this forward; None: nobody's, and it costs nothing."""
+        ledger = self.ledger
+        if not ledger.scored:
+            return None
+        states = [ledger.rows.get(row) for row in rows.tolist()]
+        if self._indptr is None:
+            return ledger.folder.score_pass(states, [1] * len(states))
+        return ledger.folder.score_pass(states, forward_batch.extend_seq_lens.tolist())
 
     def forward_decode(
         self,
@@ -92,10 +105,27 @@ class HeadPageAttnBackend(AttentionBackend):
             "logits_soft_cap": layer.logit_cap or 0.0,
             "layer_window_left": -1 if window is None else window,
         }
+        if self._scored is None:
+            if self._indptr is None:
+                out = decode(query, self._streams, index, **options)
+            else:
+                out = extend(query, self._indptr, self._streams, index, **options)
+            return out.view(q.shape[0], -1)
         if self._indptr is None:
-            out = decode(query, self._streams, index, **options)
+            out, lse = decode(query, self._streams, index, return_lse=True, **options)
         else:
-            out = extend(query, self._indptr, self._streams, index, **options)
+            out, lse = extend(query, self._indptr, self._streams, index, return_lse=True, **options)
+        column_sums(
+            query,
+            self._indptr,
+            self._scored.first_query,
+            lse,
+            self._streams,
+            index,
+            self.ledger.folder.scores.values,
+            self._scored.slots,
+            **options,
+        )
         return out.view(q.shape[0], -1)
 
     def support_triton(self) -> bool:

@@ -4,25 +4,51 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 
 import sglang_kv
-from sglang_kv.compression.base import Compressor, methods
+from sglang_kv.compression.base import methods
+from sglang_kv.presets import PRESETS
 
 
 def method_table() -> str:
     """The methods as a Markdown table, from the registry."""
-    lines = ["| method | idea | parameters (default) | paper |", "|---|---|---|---|"]
+    lines = ["| method | keeps | what it costs | paper |", "|---|---|---|---|"]
     for name, cls in methods().items():
-        lines.append(f"| `{name}` | {cls.idea} | {_parameters(cls)} | {cls.paper or '-'} |")
+        lines.append(f"| `{name}` | {cls.idea} | {cls.cost} | {_link(cls.paper)} |")
     return "\n".join(lines)
 
 
-def _parameters(cls: type[Compressor]) -> str:
-    fields = [
-        f"`{f.name}` ({f.default}): {f.metadata.get('doc', '')}" for f in dataclasses.fields(cls)
-    ]
-    fields += [f"or `{alias}`: {doc}" for alias, doc in cls.aliases.items()]
-    return "; ".join(fields) or "-"
+def parameter_tables() -> str:
+    """Each method's parameters as a Markdown table."""
+    parts = []
+    for name, cls in methods().items():
+        rows = [
+            (f"`{f.name}`", f"`{f.default}`", f.metadata.get("doc", ""))
+            for f in dataclasses.fields(cls)
+        ]
+        rows += [(f"`{alias}`", "", doc) for alias, doc in cls.aliases.items()]
+        lines = [f"### {name}", "", cls.idea[0].upper() + cls.idea[1:] + ".", ""]
+        if rows:
+            lines += ["| parameter | default | |", "|---|---|---|"]
+            lines += [f"| {' | '.join(row)} |" for row in rows]
+        parts.append("\n".join(lines).rstrip())
+    return "\n\n".join(parts)
+
+
+def preset_table() -> str:
+    """The presets as a Markdown table."""
+    lines = ["| preset | for | policy | tuned on |", "|---|---|---|---|"]
+    for name, preset in PRESETS.items():
+        policy = f"`{json.dumps(preset.with_gates)}`"
+        if preset.without_gates != preset.with_gates:
+            policy += f"; without head gates `{json.dumps(preset.without_gates)}`"
+        lines.append(f"| `{name}` | {preset.purpose} | {policy} | {preset.tuned_on} |")
+    return "\n".join(lines)
+
+
+def _link(url: str) -> str:
+    return f"[{url.rsplit('/', 1)[-1]}]({url})" if url else "-"
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -31,7 +57,7 @@ def main(argv: list[str] | None = None) -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("methods", help="the compression methods and their parameters")
     parser.parse_args(argv)
-    print(method_table())
+    print(method_table(), parameter_tables(), preset_table(), sep="\n\n")
 
 
 if __name__ == "__main__":

@@ -12,6 +12,8 @@ from typing import Any
 
 from sglang_kv.compression import Compressor, PolicyError, method_names, parse_policy
 from sglang_kv.compression.base import methods
+from sglang_kv.compression.gates import are_shipped
+from sglang_kv.presets import PRESETS
 
 #: JSON of `Options`; how ``sglang_kv.Engine`` and children without flags learn them.
 ENV = "SGLANG_KV_OPTIONS"
@@ -30,6 +32,7 @@ class Options:
     min_keep: int = 0  # fewest tokens per stream that a policy may keep
     override: str = "client"  # who wins when both server and client name a policy
     virtual_tokens: int | None = None  # capacity of the virtual ledger
+    gates: str | None = None  # file of the model's head gates; None: what is shipped for it
 
     def __post_init__(self) -> None:
         known = method_names()
@@ -175,6 +178,25 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "8 times what the pool holds, and at least four full contexts). Costs 4 bytes per "
         "page, layer and head of host memory.",
     )
+    _add_model_flags(group)
+
+
+def _add_model_flags(group: Any) -> None:
+    group.add_argument(
+        "--kv-preset",
+        metavar="PRESET",
+        choices=tuple(PRESETS),
+        help="In place of --kv-compression: a method with tuned parameters, which "
+        "--kv-compression-config may change. "
+        + "; ".join(f"{name}: {preset.purpose}" for name, preset in PRESETS.items()),
+    )
+    group.add_argument(
+        "--kv-gates",
+        metavar="FILE",
+        help="The model's head gates, for duoattention and for layers whose heads choose together: "
+        "JSON of scripts/calibrate_heads.py, or a published pattern's TSV or its folder (default: "
+        "what is shipped for the model, if anything).",
+    )
 
 
 def options_from_flags(args: argparse.Namespace) -> Options:
@@ -191,11 +213,19 @@ def options_from_flags(args: argparse.Namespace) -> Options:
             raise PolicyError("--kv-compression-config: expected a JSON object")
     if args.kv_compression_allow is not None:
         values["allow"] = [s.strip() for s in args.kv_compression_allow.split(",") if s.strip()]
+    if args.kv_preset is not None:
+        if args.kv_compression is not None:
+            raise PolicyError("--kv-preset: give either --kv-preset or --kv-compression, not both")
+        gates = args.kv_gates or values["gates"] or are_shipped(args.model_path or args.model or "")
+        preset = PRESETS[args.kv_preset].policy(has_gates=bool(gates))
+        values["method"] = preset.pop("method")
+        values["config"] = {**preset, **(values["config"] or {})}
     for name, flag in (
         ("method", "kv_compression"),
         ("min_keep", "kv_compression_min_keep"),
         ("override", "kv_compression_override"),
         ("virtual_tokens", "kv_virtual_tokens"),
+        ("gates", "kv_gates"),
     ):
         if getattr(args, flag) is not None:
             values[name] = getattr(args, flag)

@@ -8,13 +8,16 @@ from typing import Any
 
 from sglang_kv import runtime
 from sglang_kv.admission import check_request, gated_adder
-from sglang_kv.compression import PolicyError
-from sglang_kv.config import REQUEST_KEY, add_flags, options_from_flags
+from sglang_kv.compression import Geometry, PolicyError, parse_policy
+from sglang_kv.compression.gates import HeadGates, find_gates, load_gates
+from sglang_kv.config import REQUEST_KEY, Options, add_flags, options_from_flags
+from sglang_kv.fold import Folder
 from sglang_kv.kvcache import HeadPageKVPool
 from sglang_kv.ledger import LedgerAllocator
 from sglang_kv.pool import HeadPagePool
+from sglang_kv.request import RequestState
 from sglang_kv.startup import active_options
-from sglang_kv.state import PhysicalLedger, RequestState
+from sglang_kv.state import PhysicalLedger
 
 # -- flags and intake, in the server's main process --
 
@@ -92,18 +95,27 @@ def _configure(result: Any, self: Any, **_kwargs: Any) -> None:
     options = active_options()
     if options is None or not options.active:
         return
-    from sglang.srt.runtime_context import get_schedule
+    from sglang.srt.runtime_context import get_parallel, get_schedule
     from sglang.srt.utils.hf_transformers_utils import get_context_length
 
     pool: HeadPageKVPool = result.token_to_kv_pool
     allocator: LedgerAllocator = result.token_to_kv_pool_allocator
     chunk = get_schedule().chunked_prefill_size
-    ledger = PhysicalLedger(
-        HeadPagePool(pool.num_head_pages),
+    geometry = Geometry(
         num_layers=pool.layer_num,
         num_kv_heads=pool.head_num,
-        num_token_pages=allocator.num_pages,
         page_size=pool.page_size,
+        gates=_gates(options, self.model_config),
+        heads=_heads_of_rank(self.model_config, pool.head_num),
+        sliding_layers=self.model_config.sliding_window_size is not None,
+        num_ranks=get_parallel().tp_size,
+    )
+    options.default_policy.plan(1, geometry)  # one that cannot be had stops the server here
+    ledger = PhysicalLedger(
+        HeadPagePool(pool.num_head_pages),
+        geometry,
+        Folder(pool.pages, geometry),
+        num_token_pages=allocator.num_pages,
         page_bytes=pool.page_bytes,
         req_to_token=result.req_to_token_pool.req_to_token,
         chunk_tokens=chunk if chunk and chunk > 0 else None,
@@ -114,6 +126,30 @@ def _configure(result: Any, self: Any, **_kwargs: Any) -> None:
     trained = get_context_length(self.model_config.hf_text_config)
     longer = int(self.model_config.context_len) > trained
     runtime.install(runtime.Runtime(options, ledger, trained if longer else None))
+
+
+def _gates(options: Options, model_config: Any) -> HeadGates | None:
+    """The operator's gates, else those that are shipped for the model."""
+    layers, heads = model_config.num_hidden_layers, model_config.get_total_num_kv_heads()
+    if options.gates is None:
+        return find_gates(model_config.model_path, layers, heads)
+    gates = load_gates(options.gates)
+    if gates.values.shape != (layers, heads):
+        raise PolicyError(
+            f"--kv-gates: {options.gates} holds gates for {gates.values.shape[0]} layers of "
+            f"{gates.values.shape[1]} KV heads, this model has {layers} of {heads}"
+        )
+    return gates
+
+
+def _heads_of_rank(model_config: Any, num_heads: int) -> slice:
+    """The KV heads of the model that this rank of a tensor-parallel group holds."""
+    from sglang.srt.runtime_context import get_parallel
+
+    parallel, total = get_parallel(), model_config.get_total_num_kv_heads()
+    # Where ranks outnumber heads, neighbours hold the same one.
+    first = parallel.tp_rank * total // parallel.tp_size
+    return slice(first, first + num_heads)
 
 
 def _alloc_rows(result: list[int] | None, _self: Any, reqs: list[Any]) -> None:
@@ -135,10 +171,17 @@ def _create_generation_req(req: Any, _self: Any, recv_req: Any, *_args: Any, **_
         policy, overridden = current.options.policy_for(params.get(REQUEST_KEY))
     except PolicyError as error:
         # The HTTP side checks first; requests that skip it (gRPC) are refused here.
-        req.sglang_kv = RequestState(req, current.options.default_policy)
+        policy, overridden = parse_policy("none"), False
         req.set_finish_with_abort(str(error))
-        return
-    req.sglang_kv = RequestState(req, policy, overridden=overridden)
+    geometry, tokens = current.ledger.geometry, len(req.origin_input_ids)
+    try:
+        plan = policy.plan(tokens, geometry)
+    except PolicyError as error:
+        # What only this process knows: the model's shape and its gates.
+        policy = parse_policy("none")
+        plan = policy.plan(tokens, geometry)
+        req.set_finish_with_abort(str(error))
+    req.sglang_kv = RequestState(req, policy, plan, overridden=overridden)
 
 
 def _init_req_max_new_tokens(_result: None, _self: Any, req: Any) -> None:

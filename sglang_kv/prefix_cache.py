@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams, MatchResult
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey, TreeNode
 
-from sglang_kv.state import PhysicalLedger, RequestState
+from sglang_kv.request import RequestState
+from sglang_kv.state import PhysicalLedger
 
 
 class HeadPageRadixCache(RadixCache):
@@ -43,7 +44,7 @@ class HeadPageRadixCache(RadixCache):
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
         """As SGLang's, but no deeper than the request's policy may share."""
         state: RequestState | None = getattr(params.req, "sglang_kv", None)
-        limit = state.match_limit() if state is not None else None
+        limit = state.plan.match_limit if state is not None else None
         if limit is not None and len(params.key) > limit:
             params = MatchPrefixParams(
                 key=params.key[:limit], cow_mamba=params.cow_mamba, req=params.req

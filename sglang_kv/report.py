@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from sglang.srt.managers.scheduler_components.output_streamer import SchedulerOutputStreamer
     from sglang.srt.managers.tokenizer_manager import ReqState, TokenizerManager
 
-    from sglang_kv.state import RequestState
+    from sglang_kv.request import RequestState
 
 KEY = "kv_compression"
 DONE = "data: [DONE]\n\n"

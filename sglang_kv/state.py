@@ -20,8 +20,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from sglang_kv.compression import Compressor
+from sglang_kv.compression import FoldPlan, Geometry, WindowPlan
+from sglang_kv.compression.plan import Counts, Mask
+from sglang_kv.fold import Folder
 from sglang_kv.pool import HeadPagePool, Pages
+from sglang_kv.request import RequestState
 from sglang_kv.streams import GAP, KV_LEN, NUM_SINKS, WINDOW_LEFT, StreamTable
 
 if TYPE_CHECKING:
@@ -38,82 +41,6 @@ class Readers(Protocol):
     def evict_pages(self, want_free: int) -> bool: ...
 
     def idle_pages(self) -> int: ...
-
-
-class RequestState:
-    """What one request holds. Lives on SGLang's ``Req`` from intake to the end."""
-
-    def __init__(self, req: Any, policy: Compressor, *, overridden: bool = False):
-        self.req = req
-        self.policy = policy
-        self.overridden = overridden
-        self.counted = False
-        self.dropped = 0  # stream-tokens dropped, over all its lives
-        self.reader_node: Any | None = None
-        self.reset()
-        self._last: dict[str, Any] | None = None
-
-    def reset(self) -> None:
-        """Back to holding nothing: released, or retracted and waiting to be computed again."""
-        self.row = -1
-        self.slot = 0
-        self.length = 0  # tokens with memory, all computed by forwards already submitted
-        self.num_pages = 0  # entries in each stream's list
-        self.held_pages = 0  # over all streams
-        self.peak_pages = 0  # promised while prefilling, else 0
-        self.taken_pages = 0  # of those: taken from the pool, and not yet given back to it
-        self.folded = False  # the policy has taken hold
-        self.private = False
-        self.awaiting_checkpoint = False  # a prefill ran whose result the tree has not seen
-        self.owes_pages = False  # private, but its dense prefix is still to be published
-
-    @property
-    def known_tokens(self) -> int:
-        """Prompt and output so far: what a prefill would compute now."""
-        return len(self.req.origin_input_ids) + len(self.req.output_ids)
-
-    @property
-    def fold_at(self) -> int | None:
-        """Where the policy takes hold; None: from the first token."""
-        return self.policy.fold_position(len(self.req.origin_input_ids))
-
-    @property
-    def dense_prefix(self) -> int | None:
-        """Leading tokens with full attention's KV; None: all."""
-        limit, fold_at = self.policy.dense_prefix, self.fold_at
-        return limit if limit is None or fold_at is None else max(limit, fold_at)
-
-    def match_limit(self) -> int | None:
-        """Tokens that may come from the prefix tree; None: no limit."""
-        limit, fold_at = self.policy.dense_prefix, self.fold_at
-        # A chunk has to end at the fold, so at least its last token is computed.
-        return limit if limit is None or fold_at is None else max(limit, fold_at - 1)
-
-    def publish_limit(self) -> int | None:
-        """Tokens that the prefix tree may take from this request; None: no limit."""
-        if self.private and not self.owes_pages:
-            return int(self.req.kv.cache_protected_len)
-        return self.dense_prefix
-
-    def report(self) -> dict[str, Any] | None:
-        """What was applied, for the client; after release, the last values."""
-        return self._last
-
-    def note(self, num_streams: int, page_size: int, page_bytes: int) -> None:
-        """Keep the report of this moment."""
-        logical = min(self.length, self.known_tokens)
-        dense = -(-self.length // page_size) * num_streams
-        self._last = {
-            "method": self.policy.name,
-            "parameters": self.policy.parameters,
-            "logical_tokens": logical,
-            "kept_tokens": self.policy.kept_tokens(logical),
-            "freed_bytes": (dense - self.held_pages) * page_bytes,
-            "kept_pages": self.held_pages,
-            "kept_bytes": self.held_pages * page_bytes,
-        }
-        if self.overridden:
-            self._last["overridden"] = True
 
 
 @dataclass(frozen=True)
@@ -138,31 +65,35 @@ class PhysicalLedger:
 
     Args:
         pool: the head pages.
+        geometry: the streams of a request; the page size is that of both ledgers.
         num_token_pages: pages of the virtual ledger, without its padding page 0.
-        page_size: tokens per page, in both ledgers.
         page_bytes: bytes of one head page, K and V.
         req_to_token: SGLang's ``[rows, context]`` int32 table.
+        folder: where folded tokens are scored, chosen and moved.
         chunk_tokens: most prompt tokens in one forward; None without chunked prefill.
     """
 
     def __init__(
         self,
         pool: HeadPagePool,
+        geometry: Geometry,
+        folder: Folder,
         *,
-        num_layers: int,
-        num_kv_heads: int,
         num_token_pages: int,
-        page_size: int,
         page_bytes: int,
         req_to_token: torch.Tensor,
         chunk_tokens: int | None = None,
     ):
+        num_layers, num_kv_heads = geometry.num_layers, geometry.num_kv_heads
         self.chunk_tokens = chunk_tokens
         self.pool = pool
-        self.page_size = page_size
+        self.geometry = geometry
+        self.folder = folder
+        self.page_size = geometry.page_size
         self.page_bytes = page_bytes
-        self.num_streams = num_layers * num_kv_heads
-        self.dense_capacity = num_token_pages * page_size  # SGLang reads this as its capacity
+        self.num_streams = geometry.num_streams
+        # SGLang reads this as its capacity.
+        self.dense_capacity = num_token_pages * geometry.page_size
         self.req_to_token = req_to_token
         self.page_table: NDArray[np.int32] = np.full(
             (num_token_pages + 1, num_layers, num_kv_heads), -1, dtype=np.int32
@@ -171,6 +102,7 @@ class PhysicalLedger:
         self.rows: dict[int, RequestState] = {}
         self.row_to_slot: NDArray[np.int32] = np.zeros(len(req_to_token), dtype=np.int32)
         self.prefilling: set[RequestState] = set()
+        self.scored = 0  # running requests whose policy scores tokens
         self.requests_total: Counter[str] = Counter()
         self.dropped = 0
         self.folds = 0
@@ -189,6 +121,7 @@ class PhysicalLedger:
         state.slot = self.streams.take()
         self.rows[row] = state
         self.row_to_slot[row] = state.slot
+        self.scored += isinstance(state.plan, FoldPlan)
         if not state.counted:
             state.counted = True
             self.requests_total[state.policy.name] += 1
@@ -200,7 +133,7 @@ class PhysicalLedger:
         pairs = zip(req_pool_indices_cpu.tolist(), target_seq_lens_cpu.tolist(), strict=True)
         for row, target in pairs:
             state = self.rows[row]
-            self.trim(state, max(state.length, int(state.req.prefix_len)))
+            self.drop(state, max(state.length, int(state.req.prefix_len)))
             if state.private:
                 self._grow_private(state, target)
             else:
@@ -210,9 +143,11 @@ class PhysicalLedger:
     def free(self, row: int) -> None:
         """The request leaves its row: finished, aborted or retracted."""
         state = self.rows.pop(row)
-        state.note(self.num_streams, self.page_size, self.page_bytes)
+        state.note(self.page_bytes)
+        self.scored -= isinstance(state.plan, FoldPlan)
         if state.private:
-            self.pool.release(self._list(state).reshape(-1))
+            self.pool.release(self._lists(state))
+        self.folder.forget(state)
         self._forget_reader(state)
         self.prefilling.discard(state)
         self.streams.give(state.slot)
@@ -225,7 +160,9 @@ class PhysicalLedger:
             state.reader_node = None
             state.reset()
         self.rows.clear()
+        self.scored = 0
         self.prefilling.clear()
+        self.folder.clear()
         self.row_to_slot[:] = 0
         self.streams.reset()
         self.page_table[:] = -1
@@ -245,7 +182,7 @@ class PhysicalLedger:
         return self.pool.alloc(count)
 
     def _grow_dense(self, state: RequestState, target: int) -> None:
-        first, last = state.num_pages, -(-target // self.page_size)
+        first, last = int(state.counts[0, 0]), -(-target // self.page_size)
         if last > first:
             self.streams.fit(last)
             token_pages = self.token_pages(state, first, last)
@@ -256,21 +193,23 @@ class PhysicalLedger:
             )
             self.page_table[token_pages[fresh]] = heads[fresh]
             self.streams.table[state.slot, :, :, first:last] = heads.transpose(1, 2, 0)
-            state.num_pages = last
-            state.held_pages = last * self.num_streams
+            state.counts[:] = last
         self.streams.desc[state.slot, :, :, KV_LEN] = target
 
     def _grow_private(self, state: RequestState, target: int) -> None:
         kv_len = self.streams.desc[state.slot, :, :, KV_LEN]
         kv_len += target - state.length
-        first, last = state.num_pages, -(-int(kv_len[0, 0]) // self.page_size)
-        if last > first:
-            self.streams.fit(last)
-            pages = self._take(state, (last - first) * self.num_streams)
-            shape = (*kv_len.shape, last - first)
-            self.streams.table[state.slot, :, :, first:last] = pages.reshape(shape)
-            state.num_pages = last
-            state.held_pages = last * self.num_streams
+        more = -(-kv_len // self.page_size) - state.counts
+        if not more.any():
+            return
+        self.streams.fit(int((state.counts + more).max()))
+        table = self.streams.table[state.slot]
+        pages = self._take(state, int(more.sum()))
+        for step in range(int(more.max())):  # streams need one each, as a rule
+            layers, heads = np.nonzero(more > step)
+            table[layers, heads, state.counts[layers, heads] + step] = pages[: len(layers)]
+            pages = pages[len(layers) :]
+        state.counts += more
 
     # -- dropping --
 
@@ -285,59 +224,127 @@ class PhysicalLedger:
             if state is None or state.row < 0:
                 continue
             state.awaiting_checkpoint = True
-            self.trim(state, state.length)
+            self.drop(state, state.length)
             if req.extend_end >= len(req.full_untruncated_fill_ids):
                 state.peak_pages = 0
                 self.prefilling.discard(state)
         return self.pool.num_free > before
 
-    def trim(self, state: RequestState, position: int) -> None:
-        """Drop the pages that no query from ``position`` on can see."""
-        window = state.policy.window
-        if window.window_left < 0 or position < (state.fold_at or 0):
+    def drop(self, state: RequestState, position: int) -> None:
+        """Drop what no query from ``position`` on may see."""
+        if isinstance(state.plan, WindowPlan):
+            self._slide(state, state.plan, position)
+        elif isinstance(state.plan, FoldPlan) and state.folded_at < position == state.length:
+            state.folded_at = position
+            if state.plan.folds_at(position):
+                self._fold(state, state.plan, position)
+
+    def _slide(self, state: RequestState, plan: WindowPlan, position: int) -> None:
+        """Drop the pages that lie before the window of ``position``."""
+        window, size = plan.window, self.page_size
+        dense = plan.dense_first_chunk and state.length == 0
+        if position < (plan.fold_at or 0) or dense:
             return
-        desc = self.streams.desc[state.slot]
-        if not state.folded:
-            state.folded = True
-            desc[:, :, NUM_SINKS] = window.num_sinks
-            desc[:, :, WINDOW_LEFT] = window.window_left
+        desc, table = self.streams.desc[state.slot], self.streams.table[state.slot]
+        windowed = np.ones(desc.shape[:2], bool) if plan.windowed is None else plan.windowed
+        if state.folded_at < 0:
+            state.folded_at = position
+            desc[windowed, NUM_SINKS] = window.num_sinks
+            desc[windowed, WINDOW_LEFT] = window.window_left
         if state.length == 0:
             return
-        sinks = window.sink_pages(self.page_size)
-        gone = int(desc[0, 0, GAP]) // self.page_size
-        drop = window.first_page(position, self.page_size) - sinks - gone
+        sinks = window.sink_pages(size)
+        first = int(windowed.argmax())  # windowed streams are all alike
+        gone = int(desc.reshape(-1, 4)[first, GAP]) // size
+        drop = window.first_page(position, size) - sinks - gone
         if drop <= 0:
             return
         if not state.private:
-            self._privatise(state)
-        pages = self._list(state)
-        state.taken_pages -= self.pool.release(pages[:, :, sinks : sinks + drop].reshape(-1))
-        kept = pages[:, :, sinks + drop :].copy()  # source and destination overlap
-        pages[:, :, sinks : sinks + kept.shape[2]] = kept
-        desc[:, :, GAP] += drop * self.page_size
-        desc[:, :, KV_LEN] -= drop * self.page_size
-        state.num_pages -= drop
-        state.held_pages = state.num_pages * self.num_streams
-        dropped = drop * self.page_size * self.num_streams
-        state.dropped += dropped
-        self.dropped += dropped
+            self.pool.share(self._lists(state))
+            self._leave_token_pages(state)
+        end = int(state.counts.flat[first])
+        pages = table[windowed][:, :end]
+        state.taken_pages -= self.pool.release(pages[:, sinks : sinks + drop].reshape(-1))
+        pages[:, sinks : end - drop] = pages[:, sinks + drop :].copy()
+        table[windowed, :end] = pages
+        desc[windowed, GAP] += drop * size
+        desc[windowed, KV_LEN] -= drop * size
+        state.counts[windowed] -= drop
+        self._count_dropped(state, drop * size * len(pages))
 
-    def _privatise(self, state: RequestState) -> None:
-        """The first drop: the request takes references of its own to the pages it reads, and
-        its token pages give up theirs, except those that the tree has yet to take over."""
-        self.pool.share(self._list(state).reshape(-1))
-        owned = int(state.req.kv.cache_protected_len) // self.page_size
+    def _fold(self, state: RequestState, plan: FoldPlan, position: int) -> None:
+        """Cut the streams to what the plan's policy chooses."""
+        desc = self.streams.desc[state.slot]
+        lengths = desc[:, :, KV_LEN].astype(np.int64)
+        target = plan.target(position, lengths)
+        if (target >= lengths).all():
+            return
+        kept = self.folder.choose(state, plan, lengths, target)
+        if plan.adaptive:
+            target = self.folder.counts(kept)
+        if plan.by_page:
+            self._keep_pages(state, self.folder.pages(kept), target)
+        else:
+            self._keep_tokens(state, kept, target)
+        self.folder.carry(state, plan, kept, target)
+        desc[:, :, KV_LEN] = target
+        self._count_dropped(state, int((lengths - target).sum()))
+
+    def _keep_pages(self, state: RequestState, kept: Mask, target: Counts) -> None:
+        """Whole pages stay where they are. ``kept``: ``[layers, kv_heads, pages]``."""
+        table = self.streams.table[state.slot]
+        held = np.arange(table.shape[2]) < state.counts[..., None]
+        stays = np.zeros_like(held)
+        stays[:, :, : kept.shape[2]] = kept
+        counts = stays.sum(-1)
+        pages = table[stays]
+        if state.private:
+            state.taken_pages -= self.pool.release(table[held & ~stays])
+        else:
+            self.pool.share(pages)
+            self._leave_token_pages(state)
+        table[np.arange(table.shape[2]) < counts[..., None]] = pages
+        state.counts = counts
+
+    def _keep_tokens(self, state: RequestState, kept: Any, target: Counts) -> None:
+        """Tokens are gathered: at first into fresh pages, later within the request's own."""
+        table = self.streams.table[state.slot]
+        counts = -(-target // self.page_size)
+        old = np.arange(table.shape[2]) < state.counts[..., None]
+        new = np.arange(table.shape[2]) < counts[..., None]
+        source = table[old]
+        if state.private:
+            destination, rest = table[new], table[old & ~new]
+        else:
+            destination, rest = self._take(state, int(counts.sum())), None
+        self.folder.gather(source, state.counts, kept, target, destination, counts)
+        if rest is None:
+            self._leave_token_pages(state)
+            table[new] = destination
+        else:
+            state.taken_pages -= self.pool.release(rest)
+        state.counts = counts
+
+    def _leave_token_pages(self, state: RequestState) -> None:
+        """The request goes private: its token pages give up their head pages, except those that
+        the tree has yet to take over."""
+        size = self.page_size
+        owned = int(state.req.kv.cache_protected_len) // size
         kept = owned
         if state.awaiting_checkpoint and self._publishes(state):
-            limit = state.dense_prefix
+            limit = state.plan.dense_prefix
             whole = state.length if limit is None else min(limit, state.length)
-            kept = max(owned, whole // self.page_size)
-        self.release_token_pages(self.token_pages(state, kept, state.num_pages))
+            kept = max(owned, whole // size)
+        self.release_token_pages(self.token_pages(state, kept, -(-state.length // size)))
         state.private = True
         state.owes_pages = kept > owned
         self.folds += 1
         if not state.owes_pages:
             self._forget_reader(state)
+
+    def _count_dropped(self, state: RequestState, tokens: int) -> None:
+        state.dropped += tokens
+        self.dropped += tokens
 
     def _publishes(self, state: RequestState) -> bool:
         tree = self.tree
@@ -382,8 +389,10 @@ class PhysicalLedger:
         assert (heads >= 0).all(), "a dense request was mapped onto an emptied page"
         self.streams.table[state.slot, :, :, first:last] = heads.transpose(1, 2, 0)
 
-    def _list(self, state: RequestState) -> Pages:
-        return self.streams.table[state.slot, :, :, : state.num_pages]
+    def _lists(self, state: RequestState) -> Pages:
+        """The pages of all its streams, end to end."""
+        table = self.streams.table[state.slot]
+        return table[np.arange(table.shape[2]) < state.counts[..., None]]
 
     # -- reading --
 
@@ -393,9 +402,19 @@ class PhysicalLedger:
         return sum(max(0, s.peak_pages - s.taken_pages) for s in self.prefilling)
 
     def pages_for_next_token(self, state: RequestState) -> int:
-        """Head pages that one more token takes (0 or one per stream)."""
-        kv_len = int(self.streams.desc[state.slot, 0, 0, KV_LEN])
-        return self.num_streams if kv_len % self.page_size == 0 else 0
+        """Head pages that one more token takes: a stream needs one when its last is full, and a
+        first fold by token needs the copy's."""
+        kv_len = self.streams.desc[state.slot, :, :, KV_LEN]
+        grown = int((kv_len % self.page_size == 0).sum())
+        plan, position = state.plan, state.length
+        if state.private or not isinstance(plan, FoldPlan) or plan.by_page:
+            return grown
+        if position == state.folded_at or not plan.folds_at(position):
+            return grown
+        target = plan.target(position, kv_len.astype(np.int64))
+        if (target >= kv_len).all():
+            return grown
+        return int((-(-target // self.page_size) + (target % self.page_size == 0)).sum())
 
     def stats(self) -> LedgerStats:
         by_policy = Counter(state.policy.name for state in self.rows.values())
@@ -421,7 +440,7 @@ class PhysicalLedger:
         np.add.at(refs, dense, 1)
         for state in self.rows.values():
             if state.private:
-                np.add.at(refs, self._list(state).reshape(-1), 1)
+                np.add.at(refs, self._lists(state), 1)
         if (refs != self.pool.refs).any():
             bad = np.flatnonzero(refs != self.pool.refs)
             raise AssertionError(f"{len(bad)} head pages have references nobody holds: {bad[:8]}")

@@ -1,4 +1,4 @@
-// What decode and extend share: arguments, score scaling, reading queries and writing results.
+// What the ops on queries share: arguments, score scaling, reading queries and writing results.
 #pragma once
 
 #include <cstdint>
@@ -37,6 +37,10 @@ struct AttentionArgs {
   int num_threads;
 
   int64_t group(const Streams& s) const { return num_qo_heads / s.num_kv_heads; }
+  int64_t first_row(int64_t request) const { return qo_indptr ? qo_indptr[request] : request; }
+  int64_t num_queries(int64_t request) const {
+    return qo_indptr ? qo_indptr[request + 1] - qo_indptr[request] : 1;
+  }
 
   // After `cap`, multiply raw scores by this to get logits in base 2.
   float log2_scale() const { return logits_soft_cap > 0.f ? 1.f : sm_scale * kLog2e; }

@@ -128,17 +128,14 @@ inline Streams streams_of(TensorView pages, TensorView table, TensorView desc, T
   return s;
 }
 
-// The arguments that decode and extend share.
-inline AttentionArgs attention_args(const Streams& s, TensorView q, TensorView out,
-                             Optional<TensorView> lse, double sm_scale, double logits_soft_cap,
-                             int64_t layer_window_left, int64_t num_threads) {
+// Queries, and how they are scored.
+inline AttentionArgs query_args(const Streams& s, TensorView q, double sm_scale,
+                                double logits_soft_cap, int64_t layer_window_left,
+                                int64_t num_threads) {
   require_rows(q, "q", -1, s.head_dim);
   SGLANG_KV_REQUIRE(q.size(1) % s.num_kv_heads == 0 && q.size(1) / s.num_kv_heads <= kMaxGroup,
                     "q has " << q.size(1) << " heads for " << s.num_kv_heads
                              << " KV heads; at most " << kMaxGroup << " may share one");
-  require_rows(out, "out", q.size(1), s.head_dim);
-  SGLANG_KV_REQUIRE(out.size(0) == q.size(0),
-                    "out has " << out.size(0) << " tokens, q has " << q.size(0));
   SGLANG_KV_REQUIRE(sm_scale > 0.0, "sm_scale must be positive, not " << sm_scale);
   SGLANG_KV_REQUIRE(logits_soft_cap >= 0.0,
                     "logits_soft_cap must not be negative, it is " << logits_soft_cap);
@@ -147,17 +144,41 @@ inline AttentionArgs attention_args(const Streams& s, TensorView q, TensorView o
   a.q_stride_n = q.stride(0);
   a.q_stride_h = q.stride(1);
   a.q_is_bf16 = is_bf16(q);
-  a.out = out.data_ptr();
-  a.out_stride_n = out.stride(0);
-  a.out_stride_h = out.stride(1);
-  a.out_is_bf16 = is_bf16(out);
-  if (lse.has_value()) a.lse = static_cast<float*>(lse.value().data_ptr());
   a.num_qo_heads = q.size(1);
   a.sm_scale = static_cast<float>(sm_scale);
   a.logits_soft_cap = static_cast<float>(logits_soft_cap);
   a.layer_window_left = layer_window_left;
   a.num_threads = static_cast<int>(num_threads);
   return a;
+}
+
+// The arguments that decode and extend share.
+inline AttentionArgs attention_args(const Streams& s, TensorView q, TensorView out,
+                                    Optional<TensorView> lse, double sm_scale,
+                                    double logits_soft_cap, int64_t layer_window_left,
+                                    int64_t num_threads) {
+  AttentionArgs a =
+      query_args(s, q, sm_scale, logits_soft_cap, layer_window_left, num_threads);
+  require_rows(out, "out", q.size(1), s.head_dim);
+  SGLANG_KV_REQUIRE(out.size(0) == q.size(0),
+                    "out has " << out.size(0) << " tokens, q has " << q.size(0));
+  a.out = out.data_ptr();
+  a.out_stride_n = out.stride(0);
+  a.out_stride_h = out.stride(1);
+  a.out_is_bf16 = is_bf16(out);
+  if (lse.has_value()) a.lse = static_cast<float*>(lse.value().data_ptr());
+  return a;
+}
+
+// One entry per request and one more, or null: one query per request.
+inline const int32_t* indptr_of(Optional<TensorView> qo_indptr, TensorView slots) {
+  if (!qo_indptr.has_value()) return nullptr;
+  const int32_t* indptr = int_data<int32_t>(qo_indptr.value(), "qo_indptr", 1);
+  require_cpu(slots, "slots", 1);
+  SGLANG_KV_REQUIRE(qo_indptr.value().size(0) == slots.size(0) + 1,
+                    "qo_indptr has " << qo_indptr.value().size(0) << " entries for "
+                                     << slots.size(0) << " slots");
+  return indptr;
 }
 
 inline void require_pages(bool ok) {

@@ -52,16 +52,6 @@ void read_group(const AttentionArgs& a, int64_t row, int64_t head, int heads, in
   }
 }
 
-// Into L2, which can wait for three times as many lines as L1: on Zen 4 pages scattered over memory
-// then arrive as fast as a sequential read, and at two thirds of that when prefetched into L1.
-template <typename T>
-SGLANG_KV_INLINE void prefetch_row(const T* row, int64_t head_dim) {
-  const char* p = reinterpret_cast<const char*>(row);
-  for (int64_t i = 0; i < head_dim * static_cast<int64_t>(sizeof(T)); i += 64) {
-    __builtin_prefetch(p + i, 0, 2);
-  }
-}
-
 // Adds 32 dimensions of sixteen keys to their scores; half of them where a row ends earlier.
 template <typename T, bool kBf16Dot, bool kHalf>
 SGLANG_KV_INLINE void score_pair(const T* const* keys, const GroupQueries& q, int g, int64_t d,

@@ -40,7 +40,7 @@ inline bool extend(const AttentionArgs& a, const Streams& s, bool kv_is_bf16) {
   const int64_t queries_per_tile = kTileRows / group;
   std::vector<ExtendItem> items;
   for (int64_t b = 0; b < s.batch; ++b) {
-    const int64_t total = a.qo_indptr[b + 1] - a.qo_indptr[b];
+    const int64_t total = a.num_queries(b);
     for (int64_t h = 0; h < s.num_kv_heads; ++h) {
       const Stream stream = s(b, h);
       for (int64_t q = 0; q < total; q += queries_per_tile) {

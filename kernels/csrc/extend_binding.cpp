@@ -9,10 +9,7 @@ void extend_cpu(TensorView q, TensorView qo_indptr, TensorView out, Optional<Ten
                 TensorView pages, TensorView table, TensorView desc, TensorView slots,
                 int64_t layer, double sm_scale, double logits_soft_cap,
                 int64_t layer_window_left, int64_t num_threads) {
-  const int32_t* indptr = int_data<int32_t>(qo_indptr, "qo_indptr", 1);
-  SGLANG_KV_REQUIRE(qo_indptr.size(0) == slots.size(0) + 1,
-                    "qo_indptr has " << qo_indptr.size(0) << " entries for " << slots.size(0)
-                                     << " slots");
+  const int32_t* indptr = indptr_of(qo_indptr, slots);
   const Streams s = streams_of(pages, table, desc, slots, layer, indptr, q.size(0));
   AttentionArgs a = attention_args(s, q, out, lse, sm_scale, logits_soft_cap, layer_window_left,
                                    num_threads);

@@ -13,13 +13,11 @@
 #include <cstdint>
 
 #include "attention.h"
-#include "rows.h"
+#include "key_block.h"
 
 namespace sglang_kv {
 
-constexpr int kRows = 6;        // rows of the micro-kernels: 6 x 4 accumulators of 32 registers
 constexpr int kTileRows = 192;  // rows that share one packing of K and V
-constexpr int kKeyVectors = kKeys / kLanes;
 
 struct ExtendItem {
   int32_t request;
@@ -39,37 +37,6 @@ struct ExtendBuffers {
   float* v;       // [kKeys, head_dim]
   Visible* seen;  // [queries]
 };
-
-// scores[r][key] = q[r] . k[key] for six rows and all keys of the block.
-template <bool kBf16Dot>
-SGLANG_KV_KERNEL void score_block(const float* q, const int32_t* k, int64_t depth, float* scores) {
-  for (int first = 0; first < kKeyVectors; first += kVectorsAtOnce) {
-    F32x16 acc[kRows][kVectorsAtOnce] = {};
-    for (int64_t d = 0; d < depth; ++d) {
-      I32x16 key[kVectorsAtOnce];
-      for (int i = 0; i < kVectorsAtOnce; ++i) {
-        key[i] = load_as<I32x16>(k + d * kKeys + (first + i) * kLanes);
-      }
-#pragma GCC unroll 6
-      for (int r = 0; r < kRows; ++r) {
-        const F32x16 query = splat(q[r * depth + d]);
-#pragma GCC unroll 4
-        for (int i = 0; i < kVectorsAtOnce; ++i) {
-          if constexpr (kBf16Dot) {
-            acc[r][i] = dot_bf16(acc[r][i], as<I32x16>(query), key[i]);
-          } else {
-            acc[r][i] = fma(query, as<F32x16>(key[i]), acc[r][i]);
-          }
-        }
-      }
-    }
-    for (int r = 0; r < kRows; ++r) {
-      for (int i = 0; i < kVectorsAtOnce; ++i) {
-        store(scores + r * kKeys + (first + i) * kLanes, acc[r][i]);
-      }
-    }
-  }
-}
 
 // acc[r] = acc[r] * decay[r] + weights[r] x v, for six rows and kVectors x 16 dimensions.
 template <int kVectors>
@@ -106,8 +73,8 @@ class ExtendTile {
   void run(const ExtendItem& item) {
     const int group = static_cast<int>(a_.group(s_));
     const Stream stream = s_(item.request, item.kv_head);
-    const int64_t first_row = a_.qo_indptr[item.request] + item.first_query;
-    const int64_t total = a_.qo_indptr[item.request + 1] - a_.qo_indptr[item.request];
+    const int64_t first_row = a_.first_row(item.request) + item.first_query;
+    const int64_t total = a_.num_queries(item.request);
     const int64_t first_index = stream.kv_len - total + item.first_query;
     const int rows = item.num_queries * group;
     const int padded = (rows + kRows - 1) / kRows * kRows;
@@ -115,7 +82,8 @@ class ExtendTile {
     for (int r = 0; r < padded; ++r) {
       // Padding repeats the last row, so that it needs no case of its own.
       const int row = std::min(r, rows - 1);
-      read_row(first_row + row / group, item.kv_head * group + row % group, r);
+      read_row<kBf16Dot>(a_, first_row + row / group, item.kv_head * group + row % group,
+                         s_.head_dim, b_.q + r * depth());
     }
     std::fill_n(b_.acc, padded * s_.head_dim, 0.f);
     std::fill_n(b_.max, padded, kNoMax);
@@ -149,29 +117,9 @@ class ExtendTile {
   }
 
  private:
-  int64_t depth() const { return kBf16Dot ? s_.head_dim / 2 : s_.head_dim; }
-
-  static void widen(Range& range, Range by) {
-    if (by.size() == 0) return;
-    range = {std::min(range.begin, by.begin), std::max(range.end, by.end)};
-  }
-
-  void read_row(int64_t row, int64_t head, int r) {
-    alignas(64) float plain[kMaxHeadDim];
-    a_.read_query(row, head, s_.head_dim, plain);
-    float* to = b_.q + r * depth();
-    for (int64_t d = 0; d < s_.head_dim; d += kLanes) {
-      if constexpr (kBf16Dot) {
-        store(reinterpret_cast<bf16*>(to) + d, load(plain + d));
-      } else {
-        store(to + d, load(plain + d));
-      }
-    }
-  }
+  int64_t depth() const { return packed_depth<kBf16Dot>(s_.head_dim); }
 
   void pack(const Stream& stream, Range block) {
-    // Slots past the stream's end are never read: what they hold may be a NaN.
-    alignas(64) static const T kZeros[kMaxHeadDim] = {};
     const T* rows[kKeys];
     const int count = s_.key_rows(stream, block, rows, bad_page_);
     const int64_t v_offset = s_.kv_stride / static_cast<int64_t>(sizeof(T));
@@ -180,25 +128,9 @@ class ExtendTile {
         store(b_.v + n * s_.head_dim + d, load(rows[n] + v_offset + d));
       }
     }
-    std::fill(rows + count, rows + kKeys, kZeros);
+    pad_rows(rows, count);
     for (int n = 0; n < kKeys; n += kLanes) {
-      for (int64_t d = 0; d < depth(); d += kLanes) {
-        I32x16 m[kLanes];
-        for (int i = 0; i < kLanes; ++i) {
-          if constexpr (kBf16Dot) {
-            m[i] = I32x16{};
-            const int64_t left = (depth() - d) * static_cast<int64_t>(sizeof(int32_t));
-            std::memcpy(&m[i], rows[n + i] + 2 * d, left < 64 ? 32 : 64);
-          } else {
-            m[i] = as<I32x16>(load(rows[n + i] + d));
-          }
-        }
-        transpose(m);
-        const int64_t lines = std::min<int64_t>(kLanes, depth() - d);
-        for (int64_t i = 0; i < lines; ++i) {
-          store_as(b_.k + (d + i) * kKeys + n, m[i]);
-        }
-      }
+      pack_keys<T, kBf16Dot>(rows + n, s_.head_dim, b_.k + n);
     }
   }
 
@@ -218,7 +150,7 @@ class ExtendTile {
     if (first_key >= last_key) return;
 
     alignas(64) float weights[kRows * kKeys];
-    score_block<kBf16Dot>(b_.q + r * depth(), b_.k, depth(), weights);
+    score_block<kBf16Dot, kRows>(b_.q + r * depth(), b_.k, depth(), weights);
     a_.cap(weights, kRows * kKeys);
     if (!all_see_all) {
       for (int i = 0; i < kRows; ++i) {
@@ -256,22 +188,6 @@ class ExtendTile {
     }
     for (; d < s_.head_dim; d += kLanes) {
       weigh_block<1>(weights, b_.v + d, s_.head_dim, first_key, last_key, decay, acc + d);
-    }
-  }
-
-  static int lane_of(int64_t index, Range block) {
-    return static_cast<int>(std::clamp<int64_t>(index - block.begin, 0, block.size()));
-  }
-
-  static void mask_row(const Visible& seen, Range block, float* scores) {
-    const int sinks_begin = lane_of(seen.sinks.begin, block);
-    const int sinks_end = lane_of(seen.sinks.end, block);
-    const int window_begin = lane_of(seen.window.begin, block);
-    const int window_end = lane_of(seen.window.end, block);
-    for (int n = 0; n < kKeys; n += kLanes) {
-      const F32x16 x = load(scores + n);
-      store(scores + n, max(keep_lanes(x, sinks_begin - n, sinks_end - n),
-                            keep_lanes(x, window_begin - n, window_end - n)));
     }
   }
 

@@ -16,13 +16,7 @@ TokenRows token_rows(TensorView t, const char* name, const Streams& s, int64_t t
 void append_cpu(TensorView k, TensorView v, Optional<TensorView> qo_indptr, TensorView pages,
                 TensorView table, TensorView desc, TensorView slots, int64_t layer,
                 int64_t num_threads) {
-  const int32_t* indptr = nullptr;
-  if (qo_indptr.has_value()) {
-    indptr = int_data<int32_t>(qo_indptr.value(), "qo_indptr", 1);
-    SGLANG_KV_REQUIRE(qo_indptr.value().size(0) == slots.size(0) + 1,
-                      "qo_indptr has " << qo_indptr.value().size(0) << " entries for "
-                                       << slots.size(0) << " slots");
-  }
+  const int32_t* indptr = indptr_of(qo_indptr, slots);
   const int64_t total = k.size(0);
   const Streams s = streams_of(pages, table, desc, slots, layer, indptr, total);
   const TokenRows keys = token_rows(k, "k", s, total), values = token_rows(v, "v", s, total);

@@ -7,10 +7,21 @@ method means adding one module to this package.
 from sglang_kv.compression.base import (
     Compressor,
     PolicyError,
-    Window,
     method_names,
     parse_policy,
     register,
 )
+from sglang_kv.compression.plan import FoldPlan, Geometry, Plan, Window, WindowPlan
 
-__all__ = ["Compressor", "PolicyError", "Window", "method_names", "parse_policy", "register"]
+__all__ = [
+    "Compressor",
+    "FoldPlan",
+    "Geometry",
+    "Plan",
+    "PolicyError",
+    "Window",
+    "WindowPlan",
+    "method_names",
+    "parse_policy",
+    "register",
+]

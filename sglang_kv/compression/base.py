@@ -12,7 +12,12 @@ import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self, TypeVar
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from sglang_kv.compression.plan import Geometry, Plan
 
 
 class PolicyError(ValueError):
@@ -22,53 +27,51 @@ class PolicyError(ValueError):
     """
 
 
-class Window(NamedTuple):
-    """What the streams of a request see, in FlashInfer's convention.
+class Candidates(NamedTuple):
+    """The tokens of one request at a fold; a token is known by its index in its stream."""
 
-    A query at logical position ``t`` sees key position ``p`` iff
-    ``p < num_sinks or t - p <= window_left``; ``window_left == -1`` sees everything.
-    """
-
-    num_sinks: int = 0
-    window_left: int = -1
-
-    def sink_pages(self, page_size: int) -> int:
-        """Pages that the sinks occupy."""
-        return -(-self.num_sinks // page_size)
-
-    def first_page(self, position: int, page_size: int) -> int:
-        """First token page after the sinks that a query at ``position`` still needs.
-
-        The one place where host and kernels take the window's edge from: the page of
-        position ``position - window_left``, never before the end of the sinks.
-        """
-        sinks = self.sink_pages(page_size)
-        if self.window_left < 0:
-            return sinks
-        return max(sinks, (position - self.window_left) // page_size)
-
-    def pages(self, num_tokens: int, page_size: int) -> int:
-        """Pages one stream holds once ``num_tokens`` are computed and the rest dropped."""
-        total = -(-num_tokens // page_size)
-        if self.window_left < 0:
-            return total
-        dropped = self.first_page(num_tokens, page_size) - self.sink_pages(page_size)
-        return total - min(dropped, max(0, total - self.sink_pages(page_size)))
+    #: Attention received, summed over the scored queries and the group's query heads; fp32
+    #: ``[layers, kv_heads, tokens]``, zero beyond a stream's length.
+    scores: Tensor
+    #: Tokens in each stream, int64 ``[layers, kv_heads]``.
+    lengths: Tensor
+    #: How many stay, int64 ``[layers, kv_heads]``; by page, what whole pages hold.
+    kept: Tensor
+    #: Logical position of each token, int64 as ``scores``; None: its index.
+    positions: Tensor | None
+    #: Tokens computed so far, whatever became of them.
+    num_tokens: int
+    #: First position whose query was scored.
+    score_from: int
+    page_size: int
+    #: Gates of the heads, fp32 ``[layers, kv_heads]``; 1 where there are none.
+    weights: Tensor
 
 
 @dataclass(frozen=True)
 class Compressor:
-    """A method and its parameters: frozen, so its repr is its identity in logs and keys."""
+    """A method and its parameters: frozen, so its repr is its identity in logs and keys.
+
+    What it does to one request, in positions and counts, is its `Plan`; which tokens it keeps
+    where a plan needs scores is `choose`. A field's metadata says what a client may give:
+    ``min`` and ``max`` (inclusive), ``choices``, ``doc``.
+    """
 
     name: ClassVar[str]
     #: One line for tables and ``--help``.
     idea: ClassVar[str]
+    #: What it costs beside attention over what it keeps.
+    cost: ClassVar[str] = "nothing"
     paper: ClassVar[str] = ""
     #: Further keys that `from_params` understands, and what each means.
     aliases: ClassVar[dict[str, str]] = {}
+    #: Whether a plan needs `Geometry.gates`.
+    needs_gates: ClassVar[bool] = False
+    #: Whether it scores tokens in every layer, which needs full attention there.
+    scores_tokens: ClassVar[bool] = False
 
     @classmethod
-    def from_params(cls, params: Mapping[str, Any]) -> Compressor:
+    def from_params(cls, params: Mapping[str, Any]) -> Self:
         """Build the policy from client parameters; raise `PolicyError` naming the bad one."""
         fields = {f.name: f for f in dataclasses.fields(cls)}
         for key, value in params.items():
@@ -78,76 +81,35 @@ class Compressor:
                 raise PolicyError(
                     f"kv_compression.{key}: unknown parameter of {cls.name!r} (it takes: {known})"
                 )
-            _check_int(key, value, fields[key].metadata.get("min", 0))
-        return cls(**params)
+            check_value(key, value, fields[key])
+        policy = cls(**params)
+        policy.validate()
+        return policy
+
+    def validate(self) -> None:
+        """Raise `PolicyError` if parameters that are each valid do not go together."""
 
     @property
     def parameters(self) -> dict[str, Any]:
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
 
-    @property
-    def window(self) -> Window:
-        """What a query of this request sees."""
-        return Window()
+    def plan(self, prompt_tokens: int, geometry: Geometry) -> Plan:
+        """What this policy does to a request with such a prompt.
 
-    def fold_position(self, prompt_tokens: int) -> int | None:
-        """Position at which the policy takes hold of a prompt; None: from its first token.
-
-        Everything before it is computed with full attention. A chunk ends there, and a
-        retracted request that is computed again folds at the same place.
+        Raises:
+            PolicyError: it cannot be had for this request or model.
         """
-        return None
+        raise NotImplementedError
 
-    @property
-    def dense_prefix(self) -> int | None:
-        """Leading tokens whose KV equals full attention's at every layer; None: all of them.
-
-        Only these may be matched and published under a plain prefix-cache key.
-        """
-        return None
+    def choose(self, tokens: Candidates) -> Tensor:
+        """Which tokens stay, for a `FoldPlan`: bool ``[layers, kv_heads, tokens]``, of which
+        ``tokens.kept`` are true per stream. No argument is changed."""
+        raise NotImplementedError
 
     @property
     def min_kept(self) -> int | None:
-        """Fewest tokens a stream of a long request keeps; None: everything."""
+        """Fewest tokens a stream of a long request keeps; None: everything, or not fixed."""
         return None
-
-    def kept_tokens(self, num_tokens: int) -> int:
-        """Tokens of ``num_tokens`` that the next query of a stream can still see."""
-        return num_tokens
-
-    def steady_pages(self, num_tokens: int, page_size: int) -> int:
-        """Pages of one stream between two steps, with ``num_tokens`` computed."""
-        return self.window.pages(num_tokens, page_size)
-
-    def peak_pages(
-        self,
-        num_tokens: int,
-        page_size: int,
-        chunk: int | None,
-        fold_at: int | None = None,
-        *,
-        matched: int = 0,
-        published: int = 0,
-    ) -> int:
-        """Most pages per stream that a prefill of ``num_tokens`` takes from the pool at once.
-
-        Args:
-            num_tokens: length of the prompt.
-            chunk: most tokens that one forward computes (``None``: the whole prompt).
-            fold_at: `fold_position` of the request.
-            matched: pages that came from the prefix tree. They save a page each only while the
-                request reads them: when its window has left them, it stands on its own pages.
-            published: pages that the tree takes over. Others may come to read them, so they do
-                not count as given back when this request drops them.
-        """
-        window = self.window
-        fresh = -(-num_tokens // page_size) - matched
-        if window.window_left < 0 or chunk is None or chunk >= num_tokens:
-            return fresh
-        # A chunk may start anywhere inside a page, hence one more page than it fills.
-        windowed = window.pages(num_tokens, page_size) + -(-chunk // page_size) + 1
-        dense = -(-(fold_at or 0) // page_size) - matched
-        return min(fresh, max(windowed + max(0, published - matched), dense))
 
 
 C = TypeVar("C", bound=type[Compressor])
@@ -216,7 +178,30 @@ def shorten(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def _check_int(key: str, value: Any, minimum: int) -> None:
+def require_more(key: str, value: int | None, than: str, least: int) -> None:
+    """Raise `PolicyError` unless ``value`` (None: not given) leaves something beside ``least``."""
+    if value is not None and value <= least:
+        raise PolicyError(
+            f"kv_compression.{key}: {value} leaves no token beside {than} {least} (it counts both)"
+        )
+
+
+def check_value(key: str, value: Any, field: dataclasses.Field[Any]) -> None:
+    """Raise `PolicyError` unless ``value`` is what ``field`` takes."""
+    meta = field.metadata
+    if "choices" in meta:
+        if value not in meta["choices"] or not isinstance(value, str):
+            raise PolicyError(
+                f"kv_compression.{key}: must be one of {', '.join(meta['choices'])}, "
+                f"got {shorten(value)}"
+            )
+    elif "float" in str(field.type):
+        check_float(key, value, meta.get("min", 0.0), meta.get("max"))
+    else:
+        check_int(key, value, meta.get("min", 0))
+
+
+def check_int(key: str, value: Any, minimum: int) -> None:
     # bool is an int to Python; a client that sends true means something else.
     if isinstance(value, bool) or not isinstance(value, int):
         raise PolicyError(
@@ -228,3 +213,15 @@ def _check_int(key: str, value: Any, minimum: int) -> None:
     # The kernels' tables hold int32.
     if value >= 2**31:
         raise PolicyError(f"kv_compression.{key}: must be less than 2**31, got {value}")
+
+
+def check_float(key: str, value: Any, minimum: float, maximum: float | None) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise PolicyError(
+            f"kv_compression.{key}: expected a number, got {type(value).__name__} {shorten(value)}"
+        )
+    # A NaN fails every comparison, so it is asked what holds, not what fails.
+    if not minimum <= value or not value < float("inf"):
+        raise PolicyError(f"kv_compression.{key}: must be at least {minimum}, got {value}")
+    if maximum is not None and not value <= maximum:
+        raise PolicyError(f"kv_compression.{key}: must be at most {maximum}, got {value}")

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from sglang_kv.compression.base import Compressor, register
+from sglang_kv.compression.plan import Geometry, Plan
 
 
 @register("none")
@@ -12,3 +13,6 @@ class NoCompression(Compressor):
     """Full attention over the whole context."""
 
     idea: ClassVar[str] = "keep every token"
+
+    def plan(self, prompt_tokens: int, geometry: Geometry) -> Plan:
+        return Plan(geometry)

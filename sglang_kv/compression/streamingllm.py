@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
-from sglang_kv.compression.base import Compressor, PolicyError, Window, _check_int, register
+from sglang_kv.compression.base import Compressor, PolicyError, check_int, register
+from sglang_kv.compression.plan import Geometry, Mask, Plan, Window, WindowPlan
 
 
 @register("streamingllm")
@@ -36,16 +37,16 @@ class StreamingLLM(Compressor):
     )
 
     @classmethod
-    def from_params(cls, params: Mapping[str, Any]) -> Compressor:
+    def from_params(cls, params: Mapping[str, Any]) -> Self:
         """Accepts ``budget`` (sinks and recent together) in place of ``recent``."""
         params = dict(params)
         if "budget" in params:
             budget = params.pop("budget")
-            _check_int("budget", budget, 1)
+            check_int("budget", budget, 1)
             if "recent" in params:
                 raise PolicyError("kv_compression.budget: give either budget or recent, not both")
             sinks = params.get("sinks", cls.sinks)
-            _check_int("sinks", sinks, 0)
+            check_int("sinks", sinks, 0)
             if budget <= sinks:
                 raise PolicyError(
                     f"kv_compression.budget: {budget} leaves no recent token beside "
@@ -54,21 +55,34 @@ class StreamingLLM(Compressor):
             params["recent"] = budget - sinks
         return super().from_params(params)
 
-    def fold_position(self, prompt_tokens: int) -> int | None:
-        return None if self.fold_at is None else min(self.fold_at, prompt_tokens)
-
-    @property
-    def window(self) -> Window:
-        return Window(num_sinks=self.sinks, window_left=self.recent)
-
-    @property
-    def dense_prefix(self) -> int | None:
-        # Position t <= sinks + recent sees everything before it, so its KV is dense.
-        return self.sinks + self.recent + 1
+    def plan(self, prompt_tokens: int, geometry: Geometry) -> Plan:
+        window = Window(num_sinks=self.sinks, window_left=self.recent)
+        return window_plan(geometry, window, self.fold_at, prompt_tokens)
 
     @property
     def min_kept(self) -> int | None:
         return self.sinks + self.recent
 
-    def kept_tokens(self, num_tokens: int) -> int:
-        return min(num_tokens, self.sinks + self.recent)
+
+def window_plan(
+    geometry: Geometry,
+    window: Window,
+    fold_at: int | None,
+    prompt_tokens: int,
+    windowed: Mask | None = None,
+) -> WindowPlan:
+    """Windows from ``fold_at`` on, or from the first token; in all streams, or some."""
+    # Position t <= sinks + recent sees everything before it, so its KV is dense.
+    dense = match = window.num_sinks + window.window_left + 1
+    if fold_at is not None:
+        fold_at = min(fold_at, prompt_tokens)
+        # A chunk has to end at the fold, so at least its last token is computed.
+        dense, match = max(dense, fold_at), max(match, fold_at - 1)
+    return WindowPlan(
+        geometry,
+        fold_at=fold_at,
+        dense_prefix=dense,
+        match_limit=match,
+        window=window,
+        windowed=windowed,
+    )

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from sglang_kv.kernels import attention, transfer
 from sglang_kv.kernels.layout import GAP, KV_LEN, NUM_SINKS, PagedStreams, allocate_pages
+from sglang_kv.kernels.scores import column_sums
 
 MakeStreams = Callable[..., PagedStreams]
 
@@ -134,3 +135,76 @@ def test_gather() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             transfer.gather(pages, **(good | broken))
+
+
+@pytest.mark.parametrize(
+    ("message", "broken"),
+    [
+        ("q must have 3", {"q": torch.zeros(2, 256)}),
+        ("q must be bfloat16 or float32", {"q": torch.zeros(2, 4, 64).half()}),
+        ("q has head_dim", {"q": torch.zeros(2, 4, 80)}),
+        ("q has 3 heads", {"q": torch.zeros(2, 3, 64)}),
+        ("slots", {"q": torch.zeros(3, 4, 64)}),
+        ("qo_indptr must be int32", {"qo_indptr": torch.tensor([0, 1, 2])}),
+        ("qo_indptr has 2 entries", {"qo_indptr": int32(0, 2)}),
+        ("qo_indptr must go from 0 to 2", {"qo_indptr": int32(0, 1, 1)}),
+        ("first_query must be int32", {"first_query": torch.tensor([0, 0])}),
+        ("first_query has 3 entries", {"first_query": int32(0, 0, 0)}),
+        (r"first_query\[1\] is -1", {"first_query": int32(0, -1)}),
+        (r"first_query\[0\] is 2, the request has 1", {"first_query": int32(2, 0)}),
+        (r"first_query\[0\] is 1, the request has 0", {"first_query": int32(1, 0),
+                                                       "qo_indptr": int32(0, 0, 2)}),
+        ("lse must have 2", {"lse": torch.zeros(2)}),
+        ("lse must be float32", {"lse": torch.zeros(2, 4).double()}),
+        ("lse must be contiguous", {"lse": torch.zeros(4, 2).T}),
+        (r"lse is \[2, 2\]", {"lse": torch.zeros(2, 2)}),
+        ("scores must have 4", {"scores": torch.zeros(1, 2, 20)}),
+        ("scores must be float32", {"scores": torch.zeros(3, 1, 2, 20).double()}),
+        ("scores must be contiguous", {"scores": torch.zeros(3, 1, 20, 2).transpose(2, 3)}),
+        ("scores has 2 layers of 2 heads", {"scores": torch.zeros(3, 2, 2, 20)}),
+        ("scores has 1 layers of 4 heads", {"scores": torch.zeros(3, 1, 4, 20)}),
+        ("scores has width 19, request 0, head 0", {"scores": torch.zeros(3, 1, 2, 19)}),
+        ("score_slots must be int32", {"score_slots": torch.tensor([0, 1])}),
+        ("score_slots has 1 entries", {"score_slots": int32(0)}),
+        (r"score_slots\[1\] is 3, scores has 3", {"score_slots": int32(0, 3)}),
+        (r"score_slots\[0\] is -2", {"score_slots": int32(-2, 1)}),
+        ("score_slots names 2 twice", {"score_slots": int32(2, 2)}),
+        ("sm_scale", {"sm_scale": 0.0}),
+        ("logits_soft_cap", {"logits_soft_cap": -1.0}),
+        ("layer", {"layer": 1}),
+    ],
+)  # fmt: skip
+def test_column_sums(streams: PagedStreams, message: str, broken: dict[str, Any]) -> None:
+    arguments: dict[str, Any] = {
+        "q": torch.zeros(2, 4, 64),
+        "qo_indptr": None,
+        "first_query": int32(0, 0),
+        "lse": torch.zeros(2, 4),
+        "streams": streams,
+        "layer": 0,
+        "scores": torch.zeros(3, 1, 2, 20),
+        "score_slots": int32(0, 2),
+        "sm_scale": 0.125,
+    }
+    arguments |= broken
+    with pytest.raises(ValueError, match=message):
+        column_sums(**arguments)
+    assert (arguments["scores"] == 0).all()
+
+
+def test_column_sums_of_pages_outside_the_pool(streams: PagedStreams) -> None:
+    q, scores = torch.zeros(2, 4, 64), torch.zeros(2, 1, 2, 20)
+    for page in (-1, len(streams.pages)):
+        streams.table[streams.slots[0], 0, 1, 1] = page
+        with pytest.raises(ValueError, match="table names a page outside"):
+            column_sums(
+                q,
+                None,
+                int32(0, 0),
+                torch.zeros(2, 4),
+                streams,
+                0,
+                scores,
+                int32(0, 1),
+                sm_scale=0.125,
+            )

@@ -7,10 +7,12 @@ import random
 from pathlib import Path
 from typing import Any
 
+import policy_attention
 import pytest
 import torch
 
 from sglang_kv.benchmarks.server import Server
+from sglang_kv.compression.gates import find_gates
 
 pytestmark = pytest.mark.server
 
@@ -20,7 +22,9 @@ NEW_TOKENS = 8
 FLAGS = [
     *("--max-total-tokens", "16000", "--max-running-requests", "8", "--context-length", "8192"),
     *("--page-size", "16", "--chunked-prefill-size", "2048", "--disable-radix-cache"),
+    "--sleep-on-idle",
 ]
+QUIET = {"OMP_WAIT_POLICY": "PASSIVE"}  # idle threads leave the cores to the oracle
 STOCK = ["--attention-backend", "torch_native"]
 OURS = ["--kv-compression", "none"]
 
@@ -65,14 +69,14 @@ def logprobs(answer: Any) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def stock_fp32(demo_model: Path, prompts: list[list[int]]) -> list[Any]:
-    with Server(demo_model, *FLAGS, *STOCK, "--dtype", "float32") as server:
+    with Server(demo_model, *FLAGS, *STOCK, "--dtype", "float32", env=QUIET) as server:
         assert "HeadPageRadixCache" not in server.log
         return answers(server, prompts)
 
 
 @pytest.fixture(scope="module")
 def ours_fp32(demo_model: Path) -> Any:
-    with Server(demo_model, *FLAGS, *OURS, "--dtype", "float32") as server:
+    with Server(demo_model, *FLAGS, *OURS, "--dtype", "float32", env=QUIET) as server:
         assert "impl=HeadPageRadixCache" in server.log
         yield server
 
@@ -119,12 +123,66 @@ def test_streamingllm_equals_the_papers_mask(
     assert report["kept_tokens"] == min(sinks + recent, report["logical_tokens"])
 
 
+LAYERS = 30
+SNAPKV = {"method": "snapkv", "window": 16, "kernel_size": 7, "budget": 150}
+PYRAMIDKV = {**SNAPKV, "method": "pyramidkv", "beta": 5}
+H2O = {"method": "h2o", "heavy": 60, "recent": 40, "interval": 8}
+DUO = {"method": "duoattention", "sinks": 16, "recent": 64, "sparsity": 0.4}
+
+
+def oracle_of(policy: dict[str, Any], fold_at: int, demo_model: Path) -> policy_attention.Seen:
+    if policy["method"] == "h2o":
+        return policy_attention.h2o(fold_at, policy["heavy"], policy["recent"], policy["interval"])
+    if policy["method"] == "duoattention":
+        gates = find_gates(str(demo_model), LAYERS, 3)
+        assert gates is not None
+        order = gates.values.flatten().argsort(kind="stable")
+        retrieval = torch.ones(gates.values.size, dtype=torch.bool)
+        retrieval[order[: round(policy["sparsity"] * len(order))].tolist()] = False
+        retrieval = retrieval.view(LAYERS, 3)
+        return policy_attention.heads(retrieval, policy["sinks"], policy["recent"])
+    window, budget = policy["window"], policy["budget"]
+    budgets = [budget] * LAYERS
+    if policy["method"] == "pyramidkv":
+        budgets = policy_attention.pyramid(LAYERS, budget, window, policy["beta"])
+    return policy_attention.one_shot(fold_at, window, policy["kernel_size"], "avg", budgets)
+
+
+@pytest.mark.parametrize("policy", [SNAPKV, PYRAMIDKV, H2O, DUO], ids=lambda p: p["method"])
+@pytest.mark.parametrize("fold_at", [None, 611])
+def test_methods_equal_their_oracle(
+    ours_fp32: Server,
+    demo_model: Path,
+    text_ids: list[int],
+    policy: dict[str, Any],
+    fold_at: int | None,
+) -> None:
+    """The whole server against the model in transformers, with the oracle's choice as its mask."""
+    length = 700
+    if fold_at is not None and policy["method"] == "duoattention":
+        pytest.skip("its fold_at is that of streamingllm")
+    answer = ours_fp32.generate(
+        text_ids[:length],
+        policy if fold_at is None else {**policy, "fold_at": fold_at},
+        max_new_tokens=40,
+        ignore_eos=True,
+        return_logprob=True,
+        logprob_start_len=0,
+    )
+    ids = text_ids[:length] + answer["output_ids"]
+    expected = policy_attention.logprobs(
+        demo_model, ids, oracle_of(policy, fold_at or length, demo_model)
+    )
+    torch.testing.assert_close(logprobs(answer), expected, atol=2e-3, rtol=0)
+    assert answer["meta_info"]["kv_compression"]["freed_bytes"] > 0
+
+
 @pytest.mark.slow
 def test_bf16_is_as_close_to_fp32_as_stock_is(
     stock_fp32: list[Any], demo_model: Path, prompts: list[list[int]]
 ) -> None:
     def distance(*flags: str) -> float:
-        with Server(demo_model, *FLAGS, *flags, "--dtype", "bfloat16") as server:
+        with Server(demo_model, *FLAGS, *flags, "--dtype", "bfloat16", env=QUIET) as server:
             got = answers(server, prompts)
         gaps = []
         for ours, exact in zip(got, stock_fp32, strict=True):

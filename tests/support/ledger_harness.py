@@ -20,15 +20,21 @@ from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
-from sglang_kv.compression import Compressor
+from sglang_kv.compression import Compressor, FoldPlan, Geometry, WindowPlan
+from sglang_kv.compression.gates import HeadGates
+from sglang_kv.fold import Folder
 from sglang_kv.kernels.layout import GAP, KV_LEN
 from sglang_kv.kernels.reference import visible_mask
 from sglang_kv.ledger import LedgerAllocator
 from sglang_kv.pool import HeadPagePool
 from sglang_kv.prefix_cache import HeadPageRadixCache
-from sglang_kv.state import PhysicalLedger, RequestState
+from sglang_kv.request import RequestState
+from sglang_kv.state import PhysicalLedger
 
 LAYERS, HEADS, CONTEXT = 2, 3, 512
+GATES = HeadGates(
+    np.linspace(0, 1, LAYERS * HEADS, dtype=np.float32).reshape(LAYERS, HEADS), "none", "test", ""
+)
 
 
 class Req:
@@ -45,7 +51,9 @@ class Req:
         self.last_node: Any = None
         self.prefix_len = self.extend_end = 0
         self.sampling_params = SimpleNamespace(max_new_tokens=64, ignore_eos=False)
-        self.sglang_kv = RequestState(self, policy)
+        self.policy = policy
+        self.digests: dict[int, int] = {}
+        self.sglang_kv: RequestState = None  # type: ignore[assignment]  # from `Harness.admit` on
 
     @property
     def full_untruncated_fill_ids(self) -> array[int]:
@@ -71,12 +79,15 @@ class Harness:
             virtual_tokens, page_size, torch.bfloat16, "cpu", None, False
         )
         pool = HeadPagePool(pool_tokens // page_size * LAYERS * HEADS)
+        geometry = Geometry(LAYERS, HEADS, page_size, GATES)
+        # Its K holds digests; the real gather moves them.
+        self.pages = torch.zeros((pool.num_pages, 2, page_size, 16), dtype=torch.int32)
+        self.memory = self.pages[:, 0, :, 0].numpy()
         self.ledger = PhysicalLedger(
             pool,
-            num_layers=LAYERS,
-            num_kv_heads=HEADS,
+            geometry,
+            Folder(self.pages, geometry),
             num_token_pages=virtual_tokens // page_size,
-            page_size=page_size,
             page_bytes=2,
             req_to_token=self.rows.req_to_token,
         )
@@ -91,13 +102,19 @@ class Harness:
             ),
             self.ledger,
         )
-        self.memory = np.zeros((pool.num_pages, page_size), dtype=np.int64)
         self.running: list[Req] = []
+        self.kept: dict[RequestState, dict[tuple[int, int], list[int]]] = {}
+        #: (request, position, kept positions per stream) of every fold
+        self.folds: list[tuple[RequestState, int, dict[tuple[int, int], list[int]]]] = []
+        self.ledger.folder.observer = self._observe
 
     # -- a request's life --
 
     def admit(self, req: Req) -> None:
         """Match and lock, as at admission."""
+        if req.sglang_kv is None:
+            plan = req.policy.plan(len(req.origin_input_ids), self.ledger.geometry)
+            req.sglang_kv = RequestState(req, req.policy, plan)
         ids = req.full_untruncated_fill_ids
         key = RadixKey(ids, None, limit=len(ids) - 1)
         match = self.tree.match_prefix(MatchPrefixParams(key=key, req=req))
@@ -111,8 +128,8 @@ class Harness:
     def extend(self, req: Req, tokens: int) -> None:
         """One prefill chunk: allocate, forward, drop. It ends at the fold, as at admission."""
         end = min(req.prefix_len + tokens, len(req.full_untruncated_fill_ids))
-        fold_at = req.sglang_kv.fold_at or 0
-        self._alloc(req, fold_at if req.prefix_len < fold_at < end else end)
+        stop = req.sglang_kv.plan.next_stop(req.prefix_len)
+        self._alloc(req, end if stop is None else min(stop, end))
         self.ledger.after_prefill([req])
         self.check()
 
@@ -139,6 +156,7 @@ class Harness:
         req.kv.mark_kv_released()
         req.kv.cache_protected_len = req.kv.kv_committed_len = 0
         self.running.remove(req)
+        self.kept.pop(req.sglang_kv, None)
         self.check()
 
     def _alloc(self, req: Req, target: int) -> None:
@@ -177,43 +195,82 @@ class Harness:
     # -- what a forward would write and read --
 
     def _digest(self, req: Req, position: int) -> int:
-        ids = tuple(req.full_untruncated_fill_ids[: position + 1])
-        limit = req.sglang_kv.dense_prefix
+        """Of the token at ``position`` and all that its KV was computed from."""
+        limit = req.sglang_kv.plan.dense_prefix
         dense = limit is None or position < limit
-        return hash((ids, None if dense else repr(req.sglang_kv.policy)))
-
-    def _positions(self, req: Req, desc: Any) -> list[int]:
-        window = req.sglang_kv.policy.window
-        edge = window.sink_pages(self.page_size) * self.page_size
-        return [i if i < edge else i + int(desc[GAP]) for i in range(int(desc[KV_LEN]))]
+        if position not in req.digests:  # tokens are only ever appended
+            ids = tuple(req.full_untruncated_fill_ids[: position + 1])
+            req.digests[position] = hash((ids, None if dense else repr(req.policy))) % 2**30
+        return req.digests[position]
 
     def _forward(self, req: Req, start: int, target: int) -> None:
         state = req.sglang_kv
-        for layer in range(LAYERS):
-            for head in range(HEADS):
-                desc = self.ledger.streams.desc[state.slot, layer, head]
-                pages = self.ledger.streams.table[state.slot, layer, head]
-                count = int(desc[KV_LEN])
-                for j in range(target - start):
-                    index = count - (target - start) + j
-                    slot = (pages[index // self.page_size], index % self.page_size)
-                    self.memory[slot] = self._digest(req, start + j) + layer * 7 + head
-                self._read(req, layer, head, target - start)
+        # What the streams hold is known to this scheduler alone: it follows the folds itself.
+        kept: dict[tuple[int, int], list[int]] = self.kept.setdefault(state, {})
+        for stream in np.ndindex(LAYERS, HEADS):
+            desc = self.ledger.streams.desc[state.slot][stream]
+            pages = self.ledger.streams.table[state.slot][stream]
+            count = int(desc[KV_LEN])
+            positions = self._positions(req, stream, desc, start, target)
+            for index in range(count - (target - start), count):
+                slot = (pages[index // self.page_size], index % self.page_size)
+                self.memory[slot] = self._digest(req, positions[index]) + sum(stream)
+            self._read(req, stream, positions, target - start)
+            kept[stream] = positions
+        self._score(req, start, target)
 
-    def _read(self, req: Req, layer: int, head: int, queries: int) -> None:
+    def _positions(
+        self, req: Req, stream: tuple[int, int], desc: Any, start: int, target: int
+    ) -> list[int]:
+        """The logical position of each token of a stream."""
+        plan = req.sglang_kv.plan
+        count = int(desc[KV_LEN])
+        if isinstance(plan, WindowPlan):
+            edge = plan.window.sink_pages(self.page_size) * self.page_size
+            return [i if i < edge else i + int(desc[GAP]) for i in range(count)]
+        before = self.kept[req.sglang_kv].get(stream, list(range(start)))
+        assert len(before) + target - start == count, "a stream lost or won tokens"
+        return [*before, *range(start, target)]
+
+    def _score(self, req: Req, start: int, target: int) -> None:
+        """Attention that the new queries give: made up, different for every key and stream."""
         state = req.sglang_kv
-        desc = self.ledger.streams.desc[state.slot, layer, head]
-        pages = self.ledger.streams.table[state.slot, layer, head]
-        positions = self._positions(req, desc)
+        passed = self.ledger.folder.score_pass([state], [target - start])
+        if passed is None or int(passed.slots[0]) < 0:
+            return
+        for stream in np.ndindex(LAYERS, HEADS):
+            row = self.ledger.folder.scores.values[state.score_slot][stream]
+            keys = np.array(self.kept[state][stream])
+            queries = np.arange(start + int(passed.first_query[0]), target)
+            given = made_up_attention(stream, queries[:, None], keys)
+            seen = queries[:, None] >= keys
+            row[: len(keys)] += torch.from_numpy((given * seen).sum(0)).float()
+
+    def _observe(self, state: RequestState, mask: torch.Tensor) -> None:
+        """A fold: it must keep what an oracle keeps that knows scores and positions only."""
+        plan = state.plan
+        assert isinstance(plan, FoldPlan)
+        for stream in np.ndindex(LAYERS, HEADS):
+            before = self.kept[state][stream]
+            self.kept[state][stream] = [before[i] for i in mask[stream].nonzero().flatten()]
+        self.folds.append((state, state.length, dict(self.kept[state])))
+
+    def _read(self, req: Req, stream: tuple[int, int], positions: list[int], queries: int) -> None:
+        state = req.sglang_kv
+        desc = self.ledger.streams.desc[state.slot][stream]
+        pages = self.ledger.streams.table[state.slot][stream]
         mask = visible_mask(queries, torch.from_numpy(desc), self.page_size)
         for query in range(queries):
             t = req.extend_end - queries + query
             seen = [positions[i] for i in torch.nonzero(mask[query]).flatten().tolist()]
-            assert seen == paper_visible(state, t), f"query {t} of {state.policy} sees {seen}"
+            expected = paper_visible(state, stream, t)
+            if expected is None:  # scores say, or the cut of the prompt does
+                continue
+            assert seen == expected, f"query {t} of {state.policy} sees {seen}"
         for index, position in enumerate(positions):
             if mask[:, index].any():
                 slot = (pages[index // self.page_size], index % self.page_size)
-                want = self._digest(req, position) + layer * 7 + head
+                want = self._digest(req, position) + sum(stream)
                 assert self.memory[slot] == want, f"position {position} was overwritten"
 
     # -- invariants --
@@ -242,10 +299,19 @@ class Harness:
         assert self.ledger.pool.num_used == 0, "head pages leaked"
 
 
-def paper_visible(state: RequestState, t: int) -> list[int]:
+def made_up_attention(stream: tuple[int, int], query: Any, position: Any) -> Any:
+    """Small whole numbers without a pattern: their fp32 sums are exact in any order."""
+    mixed = (query * 7919 + position * 104729 + stream[0] * 1299709 + stream[1] * 15485863) % 65521
+    return mixed * mixed % 65521 % 64
+
+
+def paper_visible(state: RequestState, stream: tuple[int, int], t: int) -> list[int] | None:
     """What the query at ``t`` sees in the paper's loop: one token at a time, evict after it."""
-    policy = state.policy
-    if policy.name == "none" or t < (state.fold_at or 0):
+    policy, plan = state.policy, state.plan
+    if isinstance(plan, FoldPlan) or getattr(plan, "dense_first_chunk", False):
+        return None
+    whole = not isinstance(plan, WindowPlan) or t < (plan.fold_at or 0)
+    if whole or (plan.windowed is not None and not plan.windowed[stream]):  # type: ignore[union-attr]
         return list(range(t + 1))
     sinks, recent = policy.parameters["sinks"], policy.parameters["recent"]
     kept: list[int] = []

@@ -1,0 +1,154 @@
+"""Passkey samples: one fact hidden in a long text, and a question whose answer copies it."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+INTRODUCTION = (
+    "A special magic number is hidden within the following text. Make sure to memorize it. "
+    "I will quiz you about the number afterwards."
+)
+NEEDLE = "The special magic number for {word} is: {value}."
+QUESTION = "What is the special magic number for {word} mentioned in the provided text?"
+ANSWER = "The special magic number for {word} mentioned in the provided text is"
+DIGITS = 7
+_NOUNS = """
+anchor basket bridge candle canyon carpet castle cherry circus copper cotton desert dragon
+engine falcon feather forest garden glacier guitar hammer harbor island jacket jungle kettle
+ladder lantern lemon lizard magnet marble meadow mirror needle orchard oyster paddle parrot
+pebble pepper pillow planet pocket puzzle rabbit ribbon rocket saddle shadow silver spider
+summer sunset temple thunder ticket tunnel turtle velvet violin walnut window winter
+"""
+WORDS = tuple(_NOUNS.split())
+
+
+@dataclass(frozen=True)
+class Passkey:
+    """A prompt with its answer, as tokens, and where in it the parts are.
+
+    The last token of ``ids`` is the last of the answer's value. Ranges index ``ids``.
+    """
+
+    ids: tuple[int, ...]
+    needle: range  # the sentence that holds the fact
+    value: range  # its number
+    question: range  # from the question's first token to the last before the answer's number
+    answer: range  # the number again, as the answer
+
+    @property
+    def predicting(self) -> range:
+        """Positions whose next token is one of the answer's number."""
+        return range(self.answer.start - 1, self.answer.stop - 1)
+
+
+class Haystack:
+    """The sentences of a text, cut into passages of a wished length in tokens."""
+
+    def __init__(self, text: str, tokenizer: Any) -> None:
+        parts = re.split(r"(?<=[.!?])[\"')]*\s+", " ".join(text.split()))
+        self.sentences = [part for part in parts if part]
+        if not self.sentences:
+            raise ValueError("the haystack text is empty")
+        self._tokens = [len(ids) for ids in _encode(tokenizer, self.sentences)["input_ids"]]
+
+    def passage(self, rng: random.Random, tokens: int) -> tuple[list[str], list[int]]:
+        """Consecutive sentences from a random start, at most ``tokens`` long, and their lengths.
+
+        A text that is too short starts over.
+        """
+        at = rng.randrange(len(self.sentences))
+        sentences: list[str] = []
+        lengths: list[int] = []
+        while sum(lengths) + self._tokens[at] <= tokens:
+            sentences.append(self.sentences[at])
+            lengths.append(self._tokens[at])
+            at = (at + 1) % len(self.sentences)
+        return sentences, lengths
+
+
+def samples(
+    tokenizer: Any,
+    text: str,
+    *,
+    seed: int,
+    lengths: tuple[int, int],
+    sinks: int = 64,
+    recent: int = 256,
+) -> Iterator[Passkey]:
+    """Endless samples, the same for the same seed.
+
+    The needle lies where a streaming head loses it: after the ``sinks`` first tokens, and
+    more than ``recent`` tokens before the question.
+
+    Args:
+        tokenizer: a fast tokenizer of transformers; its chat template is used if it has one.
+        text: the haystack.
+        seed: of all choices.
+        lengths: least and most tokens of a sample; drawn evenly between them.
+        sinks: first tokens that streaming heads keep.
+        recent: newest tokens that streaming heads keep.
+    """
+    rng = random.Random(seed)
+    haystack = Haystack(text, tokenizer)
+    while True:
+        word = rng.choice(WORDS)
+        value = str(rng.randrange(10 ** (DIGITS - 1), 10**DIGITS))
+        target = rng.randint(*lengths)
+        overhead = len(_build(tokenizer, [], word, value).ids)
+        sentences, sizes = haystack.passage(rng, target - overhead)
+        before = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
+        places = [i for i, n in enumerate(before) if n >= sinks and before[-1] - n >= recent]
+        if not places:
+            raise ValueError(
+                f"a sample of {target} tokens has no place for the needle beyond {sinks} sinks "
+                f"and {recent} recent tokens"
+            )
+        depth = rng.choice(places)
+        needle = NEEDLE.format(word=word, value=value)
+        yield _build(tokenizer, sentences, word, value, needle, depth)
+
+
+def _build(
+    tokenizer: Any,
+    sentences: list[str],
+    word: str,
+    value: str,
+    needle: str | None = None,
+    depth: int = 0,
+) -> Passkey:
+    needle = needle or NEEDLE.format(word=word, value=value)
+    context = " ".join([*sentences[:depth], needle, *sentences[depth:]])
+    question = QUESTION.format(word=word)
+    prompt = f"{INTRODUCTION}\n\n{context}\n\n{question}"
+    if getattr(tokenizer, "chat_template", None):
+        chat = [{"role": "user", "content": prompt}]
+        prompt = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    else:
+        prompt += "\n"
+    whole = f"{prompt}{ANSWER.format(word=word)} {value}"
+    encoded = _encode(tokenizer, whole, return_offsets_mapping=True)
+    offsets = encoded["offset_mapping"]
+
+    def tokens(start: int, stop: int) -> range:
+        held = [i for i, (a, b) in enumerate(offsets) if a < stop and b > start]
+        return range(held[0], held[-1] + 1)
+
+    at = whole.index(needle)
+    digits = at + needle.index(value)
+    answer = tokens(len(whole) - len(value), len(whole))
+    asked = tokens(whole.rindex(question), len(whole)).start
+    return Passkey(
+        ids=tuple(encoded["input_ids"]),
+        needle=tokens(at, at + len(needle)),
+        value=tokens(digits, digits + len(value)),
+        question=range(asked, answer.start),
+        answer=answer,
+    )
+
+
+def _encode(tokenizer: Any, text: str | list[str], **options: Any) -> Any:
+    return tokenizer(text, add_special_tokens=False, **options)

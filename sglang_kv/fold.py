@@ -1,0 +1,178 @@
+"""Where folded tokens are scored, chosen and moved: the tensors behind the ledger's folds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sglang_kv.compression import FoldPlan, Geometry
+from sglang_kv.compression.base import Candidates
+from sglang_kv.compression.plan import Counts, Mask
+from sglang_kv.kernels.transfer import gather
+from sglang_kv.pool import Pages
+from sglang_kv.request import RequestState
+from sglang_kv.scores import ScoreTable
+
+
+class ScorePass(NamedTuple):
+    """Which queries of a batch are scored, as `kernels.scores.column_sums` wants it."""
+
+    first_query: Tensor  # int32 [batch]
+    slots: Tensor  # int32 [batch], -1: none of this request
+
+
+class KeptPositions(NamedTuple):
+    """Logical positions after a fold; a stream's later tokens follow on from ``num_tokens``."""
+
+    values: Tensor  # int64 [layers, kv_heads, tokens]
+    lengths: Tensor  # int64 [layers, kv_heads], tokens that each stream kept
+    num_tokens: int
+
+    def of(self, width: int) -> Tensor:
+        """Positions of a stream's first ``width`` tokens."""
+        index = torch.arange(width)
+        later = self.num_tokens + index - self.lengths[..., None]
+        kept = torch.nn.functional.pad(self.values, (0, width - self.values.shape[-1]))
+        return torch.where(index < self.lengths[..., None], kept, later)
+
+
+class Folder:
+    """Scores of running requests, and what a fold does with them.
+
+    Args:
+        pages: the pool, as `kernels.layout.allocate_pages` makes it.
+        geometry: the streams of a request.
+    """
+
+    #: For tests: called with a request and what it keeps, bool ``[layers, kv_heads, tokens]``.
+    observer: Callable[[RequestState, Tensor], None] | None = None
+
+    def __init__(self, pages: Tensor, geometry: Geometry):
+        self.memory = pages
+        self.geometry = geometry
+        self.scores = ScoreTable(geometry.num_layers, geometry.num_kv_heads)
+        self.weights = torch.from_numpy(geometry.head_weights().astype(np.float32))
+
+    # -- scoring --
+
+    def score_pass(
+        self, states: Sequence[RequestState | None], new_tokens: Sequence[int]
+    ) -> ScorePass | None:
+        """What to score in a forward that computes the last ``new_tokens`` of each request."""
+        first = [0] * len(states)
+        slots = [-1] * len(states)
+        longest = 0
+        for i, (state, count) in enumerate(zip(states, new_tokens, strict=True)):
+            plan = None if state is None else state.plan
+            if state is None or not isinstance(plan, FoldPlan):
+                continue
+            end, begin = state.length, state.length - count
+            assert plan.fold_at is not None
+            if end <= plan.score_from or (begin >= plan.fold_at and not plan.score_on):
+                continue
+            if state.score_slot < 0:
+                state.score_slot = self.scores.take()
+            first[i], slots[i] = max(plan.score_from - begin, 0), state.score_slot
+            longest = max(longest, int(state.counts.max()) * self.geometry.page_size)
+        if longest == 0:
+            return None
+        self.scores.fit(longest)
+        return ScorePass(
+            torch.tensor(first, dtype=torch.int32), torch.tensor(slots, dtype=torch.int32)
+        )
+
+    # -- choosing --
+
+    def choose(
+        self, state: RequestState, plan: FoldPlan, lengths: Counts, target: Counts
+    ) -> Tensor:
+        """Which tokens of each stream stay: bool ``[layers, kv_heads, tokens]``."""
+        assert plan.policy is not None
+        longest = int(lengths.max())
+        self.scores.fit(longest)
+        known: KeptPositions | None = state.positions
+        kept = plan.policy.choose(
+            Candidates(
+                scores=self.scores.values[state.score_slot, :, :, :longest],
+                lengths=torch.from_numpy(lengths),
+                kept=torch.from_numpy(np.ascontiguousarray(target)),
+                positions=None if known is None else known.of(longest),
+                num_tokens=state.length,
+                score_from=plan.score_from,
+                page_size=self.geometry.page_size,
+                weights=self.weights,
+            )
+        )
+        if self.observer is not None:
+            self.observer(state, kept)
+        return kept
+
+    def counts(self, kept: Tensor) -> Counts:
+        """Tokens that each stream keeps; waits for the device."""
+        counts: Counts = kept.sum(-1).numpy()
+        return counts
+
+    def pages(self, kept: Tensor) -> Mask:
+        """Pages that hold a kept token; waits for the device. ``[layers, kv_heads, pages]``"""
+        size = self.geometry.page_size
+        padded = torch.nn.functional.pad(kept, (0, -kept.shape[-1] % size))
+        mask: Mask = padded.view(*kept.shape[:-1], -1, size).any(-1).numpy()
+        return mask
+
+    # -- moving --
+
+    def gather(
+        self,
+        source: Pages,
+        source_counts: Counts,
+        kept: Tensor,
+        target: Counts,
+        destination: Pages,
+        counts: Counts,
+    ) -> None:
+        """Copy the kept tokens of all streams, page lists end to end, to the front of others."""
+        gather(
+            self.memory,
+            _indptr(source_counts),
+            torch.from_numpy(source.astype(np.int64)),
+            _indptr(target),
+            kept.nonzero()[:, 2],
+            _indptr(counts),
+            torch.from_numpy(destination.astype(np.int64)),
+        )
+
+    def carry(self, state: RequestState, plan: FoldPlan, kept: Tensor, target: Counts) -> None:
+        """Scores and positions go where their tokens went; or are let go."""
+        if not plan.score_on:
+            self.forget(state)
+            return
+        width = kept.shape[-1]
+        lengths = torch.from_numpy(np.ascontiguousarray(target))
+        places = torch.arange(width) < lengths[..., None]
+        known: KeptPositions | None = state.positions
+        positions = torch.arange(width).expand_as(kept) if known is None else known.of(width)
+        moved = torch.zeros(kept.shape, dtype=torch.int64)
+        moved[places] = positions[kept]
+        state.positions = KeptPositions(moved[..., : int(target.max())], lengths, state.length)
+        scores = self.scores.values[state.score_slot, :, :, :width]
+        of_kept = scores[kept]
+        scores.zero_()
+        scores[places] = of_kept
+
+    def forget(self, state: RequestState) -> None:
+        """The request is scored no more."""
+        if state.score_slot >= 0:
+            self.scores.give(state.score_slot)
+            state.score_slot = -1
+        state.positions = None
+
+    def clear(self) -> None:
+        self.scores.clear()
+
+
+def _indptr(counts: Counts) -> Tensor:
+    return torch.from_numpy(np.concatenate([[0], np.cumsum(counts.reshape(-1))]))

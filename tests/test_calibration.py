@@ -1,0 +1,341 @@
+"""Calibration on a tiny random Llama: what is recorded and simulated equals eager attention."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from sglang_kv.calibration import command, passkey, simulate
+from sglang_kv.calibration.attention import BLOCK, attention, duo, shape
+from sglang_kv.calibration.passkey import Haystack, Passkey, samples
+from sglang_kv.calibration.training_free import (
+    attention_mass,
+    calibrate,
+    group_heads,
+    reduce_mass,
+    to_gates,
+)
+from sglang_kv.compression.gates import HeadGates, load_gates, save_gates
+
+TEXT = " ".join(f"Sentence {i} tells of nothing at all, and ends here." for i in range(40))
+TEMPLATE = (
+    "{% for message in messages %}<user> {{ message['content'] }} </user> {% endfor %}"
+    "{% if add_generation_prompt %}<bot> {% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    """Characters of words, so that every string has tokens; digits stand alone."""
+    letters = [chr(code) for code in range(32, 127)] + ["\n"]
+    vocabulary = {letter: i for i, letter in enumerate(letters)}
+    raw = Tokenizer(models.WordLevel(vocabulary, unk_token=" "))
+    raw.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    fast = PreTrainedTokenizerFast(tokenizer_object=raw)
+    fast.chat_template = TEMPLATE
+    return fast
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=96,
+        hidden_size=48,
+        intermediate_size=32,
+        num_hidden_layers=3,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        max_position_embeddings=4096,
+    )
+    model = LlamaForCausalLM(config).eval()
+    for name, weight in model.named_parameters():
+        if "q_proj" in name or "k_proj" in name:
+            weight.data *= 20  # so that attention is far from uniform
+    return model
+
+
+@pytest.fixture(scope="module")
+def sample(tokenizer: Any) -> Passkey:
+    return next(samples(tokenizer, TEXT, seed=0, lengths=(900, 1000), sinks=8, recent=64))
+
+
+def eager(model: Any, sample: Passkey, mask: torch.Tensor | None = None) -> Any:
+    model.set_attn_implementation("eager")
+    try:
+        with torch.inference_mode():
+            return model(torch.tensor([sample.ids]), attention_mask=mask, output_attentions=True)
+    finally:
+        model.set_attn_implementation("sdpa")
+
+
+# -- samples --
+
+
+def test_a_samples_ranges_name_its_parts(tokenizer: Any, sample: Passkey) -> None:
+    def text(part: range) -> str:
+        return "".join(tokenizer.convert_ids_to_tokens(sample.ids[part.start : part.stop]))
+
+    value = text(sample.value)
+    assert value.isdigit()
+    assert len(value) == passkey.DIGITS
+    assert text(sample.answer) == value
+    word = text(sample.needle).split()[5]
+    assert text(sample.needle) == passkey.NEEDLE.format(word=word, value=value)
+    asked = text(sample.question)
+    assert asked.startswith(passkey.QUESTION.format(word=word))
+    assert asked.endswith("<bot> " + passkey.ANSWER.format(word=word) + " ")
+    assert sample.answer.stop == len(sample.ids)
+    assert sample.predicting == range(sample.answer.start - 1, sample.answer.stop - 1)
+    assert text(range(len(sample.ids))).startswith("<user> " + passkey.INTRODUCTION)
+
+
+def test_samples_without_a_chat_template(tokenizer: Any) -> None:
+    template, tokenizer.chat_template = tokenizer.chat_template, None
+    try:
+        plain = next(samples(tokenizer, TEXT, seed=0, lengths=(900, 1000)))
+    finally:
+        tokenizer.chat_template = template
+    text = "".join(tokenizer.convert_ids_to_tokens(plain.ids))
+    assert "<bot>" not in text
+    assert passkey.QUESTION.split("{")[0] in text
+
+
+def test_samples_are_seeded(tokenizer: Any) -> None:
+    def first(seed: int) -> list[Passkey]:
+        endless = samples(tokenizer, TEXT, seed=seed, lengths=(900, 1200))
+        return list(itertools.islice(endless, 4))
+
+    assert first(1) == first(1)
+    assert first(1) != first(2)
+    assert len(set(first(1))) == 4
+
+
+def test_needles_lie_where_streaming_heads_lose_them(tokenizer: Any) -> None:
+    endless = samples(tokenizer, TEXT, seed=3, lengths=(1000, 1500), sinks=100, recent=300)
+    starts = []
+    for sample in itertools.islice(endless, 50):
+        assert len(sample.ids) <= 1500
+        assert sample.needle.start >= 100
+        assert sample.question.start - sample.needle.stop >= 300
+        starts.append(sample.needle.start / sample.question.start)
+    assert min(starts) < 0.4 < 0.6 < max(starts)
+
+
+def test_a_sample_too_short_for_the_window_is_refused(tokenizer: Any) -> None:
+    with pytest.raises(ValueError, match="no place for the needle beyond 64 sinks and 256 recent"):
+        next(samples(tokenizer, TEXT, seed=0, lengths=(500, 500)))
+
+
+def test_a_short_text_starts_over(tokenizer: Any) -> None:
+    haystack = Haystack("One is short. Two is too!", tokenizer)
+    sentences, lengths = haystack.passage(random.Random(0), 100)
+    assert set(sentences) == {"One is short.", "Two is too!"}
+    assert lengths == [len(sentence) for sentence in sentences]
+    assert 85 < sum(lengths) <= 100
+    with pytest.raises(ValueError, match="empty"):
+        Haystack(" \n ", tokenizer)
+
+
+# -- attention --
+
+
+def test_recorded_mass_equals_eager_attention(model: Any, sample: Passkey) -> None:
+    assert shape(model.config) == (3, 6, 2)
+    mass = attention_mass(model, sample)
+    rows = slice(sample.question.start, sample.predicting.stop)
+    columns = slice(sample.needle.start, sample.needle.stop)
+    weights = torch.stack(eager(model, sample).attentions)[:, 0]
+    expected = weights[:, :, rows, columns].numpy()
+    np.testing.assert_allclose(mass, expected, atol=1e-5)
+    assert expected.max() > 0.01
+
+    predicting = slice(sample.predicting.start, sample.predicting.stop)
+    value = slice(sample.value.start, sample.value.stop)
+    expected = weights[:, :, predicting, value].sum(-1).mean(-1).numpy()
+    np.testing.assert_allclose(reduce_mass(mass, sample), expected, atol=1e-5)
+
+
+def test_reductions_pick_their_rows_and_columns() -> None:
+    sample = Passkey(tuple(range(20)), range(4, 9), range(6, 8), range(12, 17), range(17, 19))
+    # Rows 12..17: five of the question, the last of which predicts, and one more.
+    mass = np.arange(30, dtype=np.float32).reshape(1, 1, 6, 5)
+    assert reduce_mass(mass, sample) == pytest.approx((22 + 23 + 27 + 28) / 2)
+    assert reduce_mass(mass, sample, columns="needle") == pytest.approx((110 + 135) / 2)
+    assert reduce_mass(mass, sample, columns="copied") == pytest.approx((22 + 28) / 2)
+    assert reduce_mass(mass, sample, "question") == pytest.approx(sum((5, 15, 25, 35)) / 4)
+    assert reduce_mass(mass, sample, "all", "needle") == pytest.approx(435 / 6)
+
+
+def test_query_heads_are_grouped_by_kv_head() -> None:
+    scores = np.array([[0, 1, 2, 3, 4, 8]], np.float32)
+    assert group_heads(scores, 2).tolist() == [[2, 8]]
+    assert group_heads(scores, 2, "mean").tolist() == [[1, 5]]
+    assert group_heads(scores, 6).tolist() == scores.tolist()
+    assert to_gates(scores).tolist() == (scores / 8).tolist()
+    with pytest.raises(ValueError, match="nothing to calibrate"):
+        to_gates(np.zeros((2, 2), np.float32))
+
+
+def test_the_models_attention_comes_back(model: Any, sample: Passkey) -> None:
+    before = model.config._attn_implementation  # noqa: SLF001
+    with pytest.raises(RuntimeError, match="planned"), attention(model, duo(none(), 4, 8)):
+        raise RuntimeError("planned")
+    assert model.config._attn_implementation == before  # noqa: SLF001
+
+
+def none() -> np.ndarray[Any, np.dtype[np.bool_]]:
+    return np.zeros((3, 2), np.bool_)
+
+
+@pytest.mark.parametrize(("sinks", "recent"), [(4, 100), (0, 16), (64, 256), (1, 1), (300, 5000)])
+def test_the_simulation_equals_eager_attention_under_a_mask(
+    model: Any, sample: Passkey, sinks: int, recent: int
+) -> None:
+    positions = torch.arange(len(sample.ids))
+    distance = positions[:, None] - positions
+    assert len(positions) > 3 * BLOCK
+    for streaming in (True, False):
+        seen = distance >= 0
+        if streaming:
+            seen &= (positions < sinks) | (distance <= recent)
+        bias = torch.zeros(seen.shape).masked_fill(~seen, -torch.inf)
+        expected = eager(model, sample, bias[None, None]).logits[0]
+        heads = none() if streaming else ~none()
+        with torch.inference_mode(), attention(model, duo(heads, sinks, recent)):
+            logits = model(torch.tensor([sample.ids]), use_cache=False).logits[0]
+        torch.testing.assert_close(logits, expected, atol=2e-4, rtol=1e-3)
+
+
+def test_only_the_named_heads_stream() -> None:
+    torch.manual_seed(0)
+    q, k, v = torch.randn(4, 600, 8), torch.randn(2, 600, 8), torch.randn(2, 600, 8)
+    heads = np.array([[True, False]])
+    mixed = duo(heads, 2, 8)(0, q, k, v, 0.3)
+    full = duo(~none(), 2, 8)(0, q, k, v, 0.3)
+    windowed = duo(none(), 2, 8)(0, q, k, v, 0.3)
+    torch.testing.assert_close(mixed[:2], full[:2])
+    torch.testing.assert_close(mixed[2:], windowed[2:])
+    assert (mixed[2:] - full[2:]).abs().max() > 0.1
+
+
+def test_attention_that_is_more_than_softmax_is_refused(sample: Passkey) -> None:
+    from transformers import MistralConfig, MistralForCausalLM
+
+    config = MistralConfig(
+        vocab_size=96,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        sliding_window=16,
+    )
+    with pytest.raises(NotImplementedError, match="no attention with sliding_window"):
+        attention_mass(MistralForCausalLM(config).eval(), sample)
+
+
+# -- the whole --
+
+
+def test_answers_are_judged_token_by_token(model: Any, sample: Passkey) -> None:
+    right, likelihood = simulate.answers(model, sample, ~none())
+    logits = eager(model, sample).logits[0].log_softmax(-1)
+    wanted = torch.tensor(sample.ids[sample.answer.start :])
+    rows = logits[sample.answer.start - 1 : -1]
+    assert right == bool((rows.argmax(-1) == wanted).all())
+    assert likelihood == pytest.approx(float(rows[range(len(wanted)), wanted].mean()), abs=1e-3)
+
+    # What the model itself would write is right.
+    ids = list(sample.ids)
+    for at in sample.answer:
+        with torch.inference_mode():
+            ids[at] = int(model(torch.tensor([ids[:at]])).logits[0, -1].argmax())
+    own = Passkey(tuple(ids), sample.needle, sample.value, sample.question, sample.answer)
+    assert simulate.answers(model, own, ~none())[0]
+
+
+def test_calibration_averages_samples(model: Any, tokenizer: Any) -> None:
+    endless = samples(tokenizer, TEXT, seed=5, lengths=(600, 700), sinks=8, recent=64)
+    chosen = list(itertools.islice(endless, 3))
+    done: list[int] = []
+    gates = calibrate(model, chosen, reduce="mean", progress=done.append)
+    scores = [reduce_mass(attention_mass(model, sample), sample) for sample in chosen]
+    np.testing.assert_allclose(gates, to_gates(group_heads(sum(scores) / 3, 2, "mean")), atol=1e-6)
+    assert gates.max() == 1
+    assert done == [1, 2, 3]
+    assert (calibrate(model, chosen, reduce="mean") == gates).all()
+    with pytest.raises(ValueError, match="at least one sample"):
+        calibrate(model, [])
+
+
+@pytest.fixture
+def options(tmp_path: Path, model: Any, tokenizer: Any) -> list[str]:
+    """The model's folder and what suits it, for the command line."""
+    folder = tmp_path / "tiny"
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    text = tmp_path / "text.txt"
+    text.write_text(TEXT)
+    sizes = ["--lengths", "700", "800", "--sinks", "8", "--recent", "64"]
+    threads = ["--threads", str(torch.get_num_threads())]
+    return [str(folder), "--text", str(text), "--samples", "2", *sizes, *threads]
+
+
+def test_the_command_writes_gates(
+    options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "gates" / "tiny.json"
+    command.main([*options, "--out", str(out), "--pattern"])
+    printed = capsys.readouterr()
+    assert printed.out == f"{out}\n"
+    assert "2/2 samples,    0 s left" in printed.err
+    gates = load_gates(out)
+    assert gates.values.shape == (3, 2)
+    assert (gates.model, gates.sinks, gates.recent) == ("tiny", 8, 64)
+    np.testing.assert_array_equal(load_gates(out.with_suffix("")).values, gates.values)
+    again = tmp_path / "again.json"
+    command.main([*options, "--out", str(again)])
+    assert again.read_text() == out.read_text()
+
+
+def test_the_command_checks_gates(
+    options: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    save_gates(tmp_path / "g.json", HeadGates(np.eye(3, 2), "tiny", "by hand", ""))
+
+    def finds(model: Any, sample: Passkey, heads: Any, **window: int) -> tuple[bool, float]:
+        assert window == {"sinks": 8, "recent": 64}
+        return bool(heads[0, 0]), 0.0
+
+    monkeypatch.setattr(command, "answers", finds)
+    command.main([*options, "--check", str(tmp_path / "g.json"), "--sparsity", "0", "0.5"])
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert lines[0] == ["streaming", "heads", "0%", "50%"]
+    assert lines[1] == ["gates", "2", "2"]
+    assert lines[2][:2] == ["random", "2"]
+    assert lines[3] == ["inverted", "2", "0"]
+    assert lines[4][:2] == ["of", "2"]
+
+
+def test_what_the_command_cannot_do_is_said(options: list[str], tmp_path: Path) -> None:
+    save_gates(tmp_path / "g.json", HeadGates(np.eye(2), "other", "by hand", ""))
+    with pytest.raises(SystemExit, match=r"gates of shape \(2, 2\), this model has 3 layers of 2"):
+        command.main([*options, "--check", str(tmp_path / "g.json")])
+    with pytest.raises(SystemExit, match="no place for the needle"):
+        command.main([*options, "--recent", "600", "--out", str(tmp_path / "out.json")])
+    assert not (tmp_path / "out.json").exists()
+    for bad in (["--samples", "0"], ["--text", str(tmp_path / "none.txt")]):
+        with pytest.raises(SystemExit):
+            command.main([*options, *bad, "--out", str(tmp_path / "out.json")])
