@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from pathlib import Path
 from typing import Any
 
 from sglang_kv.compression import Compressor, PolicyError, method_names, parse_policy
-from sglang_kv.compression.base import methods
-from sglang_kv.compression.gates import are_shipped
-from sglang_kv.presets import PRESETS
 
 #: JSON of `Options`; how ``sglang_kv.Engine`` and children without flags learn them.
 ENV = "SGLANG_KV_OPTIONS"
 #: Key of a request's policy in ``custom_params``.
 REQUEST_KEY = "kv_compression"
+#: And of what may happen to it when memory runs out.
+PRESSURE_KEY = "kv_pressure"
+PRESSURES = ("evict", "retract")
 _SERVER_ARGS_ATTR = "_sglang_kv_options"
 
 
@@ -33,6 +31,8 @@ class Options:
     override: str = "client"  # who wins when both server and client name a policy
     virtual_tokens: int | None = None  # capacity of the virtual ledger
     gates: str | None = None  # file of the model's head gates; None: what is shipped for it
+    pressure: str = "retract"  # who gives way when memory runs out in decode
+    pressure_floor: float = 0.25  # share of its tokens that a request keeps under pressure
 
     def __post_init__(self) -> None:
         known = method_names()
@@ -45,6 +45,11 @@ class Options:
             raise PolicyError(
                 f"--kv-compression-override: expected client or server, got {self.override!r}"
             )
+        if self.pressure not in PRESSURES:
+            raise PolicyError(f"--kv-pressure: expected evict or retract, got {self.pressure!r}")
+        floor = self.pressure_floor
+        if isinstance(floor, bool) or not isinstance(floor, int | float) or not 0 < floor <= 1:
+            raise PolicyError(f"--kv-pressure-floor: must be above 0 and at most 1, got {floor!r}")
         for flag, value in (
             ("--kv-compression-min-keep", self.min_keep),
             ("--kv-virtual-tokens", self.virtual_tokens),
@@ -92,6 +97,22 @@ class Options:
         self._check_keep(policy)
         return policy, False
 
+    def evictable(self, wanted: Any | None) -> bool:
+        """Whether pressure may take pages of a request whose ``kv_pressure`` is ``wanted``.
+
+        Raises:
+            PolicyError: it is no such word, or asks for what this server does not do.
+        """
+        if wanted is None:
+            return self.pressure == "evict"
+        if wanted not in PRESSURES:
+            raise PolicyError(f"{PRESSURE_KEY}: must be evict or retract, got {wanted!r}")
+        if wanted == "evict" and self.pressure != "evict":
+            raise PolicyError(
+                f"{PRESSURE_KEY}: this server was started without --kv-pressure evict"
+            )
+        return bool(wanted == "evict")
+
     def _check_keep(self, policy: Compressor) -> None:
         if policy.min_kept is not None and policy.min_kept < self.min_keep:
             raise PolicyError(
@@ -132,101 +153,3 @@ class Options:
         """The options that ``server_args`` carries, else those of the environment."""
         carried = getattr(server_args, _SERVER_ARGS_ATTR, None)
         return cls.from_mapping(carried) if carried is not None else cls.from_env()
-
-
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    """The server's flags. Defaults are None so that the environment can fill them."""
-    ideas = "; ".join(f"{name}: {cls.idea}" for name, cls in methods().items())
-    group = parser.add_argument_group(
-        "KV compression (sglang-kv)",
-        "Serve long contexts in a fraction of the KV memory. A request may choose its own "
-        f'policy with custom_params: {{"{REQUEST_KEY}": {{"method": ..., parameters}}}}.',
-    )
-    group.add_argument(
-        "--kv-compression",
-        metavar="METHOD",
-        choices=method_names(),
-        help="Turns sglang-kv on; METHOD is the policy of requests that name none. " + ideas,
-    )
-    group.add_argument(
-        "--kv-compression-config",
-        metavar="JSON|@FILE",
-        help="Parameters of METHOD as a JSON object, or @ and a file that holds one.",
-    )
-    group.add_argument(
-        "--kv-compression-allow",
-        metavar="METHODS",
-        help="Comma-separated methods that requests may ask for (default: all).",
-    )
-    group.add_argument(
-        "--kv-compression-min-keep",
-        metavar="TOKENS",
-        type=int,
-        help="Refuse policies that keep fewer tokens per layer and head (default: 0).",
-    )
-    group.add_argument(
-        "--kv-compression-override",
-        choices=("client", "server"),
-        help="Who wins when both name a policy. With 'server' every request gets METHOD, and "
-        "its report says so (default: client).",
-    )
-    group.add_argument(
-        "--kv-virtual-tokens",
-        metavar="TOKENS",
-        type=int,
-        help="Logical tokens that may be in flight at once, dropped ones included (default: "
-        "8 times what the pool holds, and at least four full contexts). Costs 4 bytes per "
-        "page, layer and head of host memory.",
-    )
-    _add_model_flags(group)
-
-
-def _add_model_flags(group: Any) -> None:
-    group.add_argument(
-        "--kv-preset",
-        metavar="PRESET",
-        choices=tuple(PRESETS),
-        help="In place of --kv-compression: a method with tuned parameters, which "
-        "--kv-compression-config may change. "
-        + "; ".join(f"{name}: {preset.purpose}" for name, preset in PRESETS.items()),
-    )
-    group.add_argument(
-        "--kv-gates",
-        metavar="FILE",
-        help="The model's head gates, for duoattention and for layers whose heads choose together: "
-        "JSON of scripts/calibrate_heads.py, or a published pattern's TSV or its folder (default: "
-        "what is shipped for the model, if anything).",
-    )
-
-
-def options_from_flags(args: argparse.Namespace) -> Options:
-    """Flags over environment over defaults."""
-    values: dict[str, Any] = asdict(Options.from_env())
-    config = args.kv_compression_config
-    if config is not None:
-        text = Path(config[1:]).read_text() if config.startswith("@") else config
-        try:
-            values["config"] = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise PolicyError(f"--kv-compression-config: not JSON: {error}") from None
-        if not isinstance(values["config"], dict):
-            raise PolicyError("--kv-compression-config: expected a JSON object")
-    if args.kv_compression_allow is not None:
-        values["allow"] = [s.strip() for s in args.kv_compression_allow.split(",") if s.strip()]
-    if args.kv_preset is not None:
-        if args.kv_compression is not None:
-            raise PolicyError("--kv-preset: give either --kv-preset or --kv-compression, not both")
-        gates = args.kv_gates or values["gates"] or are_shipped(args.model_path or args.model or "")
-        preset = PRESETS[args.kv_preset].policy(has_gates=bool(gates))
-        values["method"] = preset.pop("method")
-        values["config"] = {**preset, **(values["config"] or {})}
-    for name, flag in (
-        ("method", "kv_compression"),
-        ("min_keep", "kv_compression_min_keep"),
-        ("override", "kv_compression_override"),
-        ("virtual_tokens", "kv_virtual_tokens"),
-        ("gates", "kv_gates"),
-    ):
-        if getattr(args, flag) is not None:
-            values[name] = getattr(args, flag)
-    return Options.from_mapping(values)

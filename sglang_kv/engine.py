@@ -36,6 +36,9 @@ ARGUMENTS = {
     "kv_compression_min_keep": "min_keep",
     "kv_compression_override": "override",
     "kv_virtual_tokens": "virtual_tokens",
+    "kv_gates": "gates",
+    "kv_pressure": "pressure",
+    "kv_pressure_floor": "pressure_floor",
 }
 
 

@@ -67,16 +67,14 @@ class Folder:
         slots = [-1] * len(states)
         longest = 0
         for i, (state, count) in enumerate(zip(states, new_tokens, strict=True)):
-            plan = None if state is None else state.plan
-            if state is None or not isinstance(plan, FoldPlan):
+            if state is None:
                 continue
-            end, begin = state.length, state.length - count
-            assert plan.fold_at is not None
-            if end <= plan.score_from or (begin >= plan.fold_at and not plan.score_on):
+            query = state.scored_queries(state.length - count, state.length)
+            if query is None:
                 continue
             if state.score_slot < 0:
                 state.score_slot = self.scores.take()
-            first[i], slots[i] = max(plan.score_from - begin, 0), state.score_slot
+            first[i], slots[i] = query, state.score_slot
             longest = max(longest, int(state.counts.max()) * self.geometry.page_size)
         if longest == 0:
             return None
@@ -95,7 +93,7 @@ class Folder:
         longest = int(lengths.max())
         self.scores.fit(longest)
         known: KeptPositions | None = state.positions
-        kept = plan.policy.choose(
+        return plan.policy.choose(
             Candidates(
                 scores=self.scores.values[state.score_slot, :, :, :longest],
                 lengths=torch.from_numpy(lengths),
@@ -107,9 +105,6 @@ class Folder:
                 weights=self.weights,
             )
         )
-        if self.observer is not None:
-            self.observer(state, kept)
-        return kept
 
     def counts(self, kept: Tensor) -> Counts:
         """Tokens that each stream keeps; waits for the device."""
@@ -145,9 +140,13 @@ class Folder:
             torch.from_numpy(destination.astype(np.int64)),
         )
 
-    def carry(self, state: RequestState, plan: FoldPlan, kept: Tensor, target: Counts) -> None:
+    def carry(self, state: RequestState, kept: Tensor, target: Counts) -> None:
         """Scores and positions go where their tokens went; or are let go."""
-        if not plan.score_on:
+        if self.observer is not None:
+            self.observer(state, kept)
+        plan = state.plan
+        on = isinstance(plan, FoldPlan) and plan.score_on
+        if not on and not state.evictable:
             self.forget(state)
             return
         width = kept.shape[-1]
@@ -158,6 +157,7 @@ class Folder:
         moved = torch.zeros(kept.shape, dtype=torch.int64)
         moved[places] = positions[kept]
         state.positions = KeptPositions(moved[..., : int(target.max())], lengths, state.length)
+        self.scores.fit(width)  # tokens that nobody scored may have come since
         scores = self.scores.values[state.score_slot, :, :, :width]
         of_kept = scores[kept]
         scores.zero_()

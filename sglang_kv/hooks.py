@@ -10,11 +10,13 @@ from sglang_kv import runtime
 from sglang_kv.admission import check_request, gated_adder
 from sglang_kv.compression import Geometry, PolicyError, parse_policy
 from sglang_kv.compression.gates import HeadGates, find_gates, load_gates
-from sglang_kv.config import REQUEST_KEY, Options, add_flags, options_from_flags
+from sglang_kv.config import PRESSURE_KEY, REQUEST_KEY, Options
+from sglang_kv.flags import add_flags, options_from_flags
 from sglang_kv.fold import Folder
 from sglang_kv.kvcache import HeadPageKVPool
 from sglang_kv.ledger import LedgerAllocator
 from sglang_kv.pool import HeadPagePool
+from sglang_kv.pressure import Pressure
 from sglang_kv.request import RequestState
 from sglang_kv.startup import active_options
 from sglang_kv.state import PhysicalLedger
@@ -46,15 +48,16 @@ def _verify(params: Any, *_args: Any, **_kwargs: Any) -> None:
     if active and (params.beam_width or 1) > 1:
         # Beams swap rows of SGLang's table, of which the head pages know nothing.
         raise PolicyError("beam_width: beam search cannot be had with --kv-compression")
-    spec = custom_params.get(REQUEST_KEY)
-    if spec is None:
+    spec, pressure = custom_params.get(REQUEST_KEY), custom_params.get(PRESSURE_KEY)
+    if spec is None and pressure is None:
         return
     if options is None or not options.active:
+        key = PRESSURE_KEY if spec is None else REQUEST_KEY
         raise PolicyError(
-            f"{REQUEST_KEY}: this server was started without --kv-compression, so no policy "
-            "can be applied"
+            f"{key}: this server was started without --kv-compression, so no policy can be applied"
         )
     options.policy_for(spec)
+    options.evictable(pressure)
 
 
 # -- pools, in the scheduler's process --
@@ -120,6 +123,8 @@ def _configure(result: Any, self: Any, **_kwargs: Any) -> None:
         req_to_token=result.req_to_token_pool.req_to_token,
         chunk_tokens=chunk if chunk and chunk > 0 else None,
     )
+    if options.pressure == "evict":
+        ledger.pressure = Pressure(options.pressure_floor, options.min_keep)
     assert ledger.dense_capacity == allocator.available_size(), "SGLang's leak check needs this"
     allocator.ledger = ledger
     result.req_to_token_pool.attach_aux_cache(ledger)
@@ -167,8 +172,10 @@ def _create_generation_req(req: Any, _self: Any, recv_req: Any, *_args: Any, **_
     if current is None:
         return
     params = getattr(recv_req.sampling_params, "custom_params", None) or {}
+    evictable = False
     try:
         policy, overridden = current.options.policy_for(params.get(REQUEST_KEY))
+        evictable = current.options.evictable(params.get(PRESSURE_KEY))
     except PolicyError as error:
         # The HTTP side checks first; requests that skip it (gRPC) are refused here.
         policy, overridden = parse_policy("none"), False
@@ -181,7 +188,9 @@ def _create_generation_req(req: Any, _self: Any, recv_req: Any, *_args: Any, **_
         policy = parse_policy("none")
         plan = policy.plan(tokens, geometry)
         req.set_finish_with_abort(str(error))
-    req.sglang_kv = RequestState(req, policy, plan, overridden=overridden)
+    # Window scores are attention to every token, which sliding layers do not give.
+    evictable = evictable and not geometry.sliding_layers
+    req.sglang_kv = RequestState(req, policy, plan, overridden=overridden, evictable=evictable)
 
 
 def _init_req_max_new_tokens(_result: None, _self: Any, req: Any) -> None:

@@ -54,7 +54,9 @@ class LedgerAllocator(PagedTokenToKVPoolAllocator):
         want = need + ledger.outstanding
         if ledger.pool.num_free >= want:
             return True
-        return ledger.tree is not None and ledger.tree.evict_pages(want)
+        if ledger.tree is not None and ledger.tree.evict_pages(want):
+            return True
+        return ledger.pressure is not None and ledger.pressure.relieve(ledger, want)
 
     def verify_byte_accounting(self) -> list[str]:
         """SGLang's idle check: the physical ledger's references must add up."""

@@ -91,6 +91,9 @@ class LedgerExporter:
         self.folds = counter("folds_total", "Times that a policy was applied.").labels(
             **self.labels
         )
+        self.evicted = counter(
+            "tokens_evicted_total", "Of those dropped: tokens taken under memory pressure."
+        ).labels(**self.labels)
         self.policies: set[str] = set()
         self.exported: LedgerStats | None = None
         self.checked = float("-inf")
@@ -108,6 +111,7 @@ class LedgerExporter:
             self.requests.labels(**self.labels, policy=policy).inc(count - counted)
         self.dropped.inc(stats.dropped_tokens - (before.dropped_tokens if before else 0.0))
         self.folds.inc(stats.folds - (before.folds if before else 0))
+        self.evicted.inc(stats.evicted_tokens - (before.evicted_tokens if before else 0.0))
         # Copies: the ledger goes on counting in its own.
         self.exported = dataclasses.replace(
             stats,

@@ -44,7 +44,7 @@ class HeadPageRadixCache(RadixCache):
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
         """As SGLang's, but no deeper than the request's policy may share."""
         state: RequestState | None = getattr(params.req, "sglang_kv", None)
-        limit = state.plan.match_limit if state is not None else None
+        limit = state.match_limit() if state is not None else None
         if limit is not None and len(params.key) > limit:
             params = MatchPrefixParams(
                 key=params.key[:limit], cow_mamba=params.cow_mamba, req=params.req
@@ -65,9 +65,10 @@ class HeadPageRadixCache(RadixCache):
 
     def checkpoint(self, req: Any, *, up_to: int) -> None:
         """Take over what the request may publish, then let go of what it no longer reads."""
-        if self.disable:
-            return
         state: RequestState = req.sglang_kv
+        if self.disable:
+            self.ledger.settle(state)
+            return
         limit = state.publish_limit()
         if limit is not None:
             up_to = min(up_to, limit)

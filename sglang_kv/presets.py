@@ -37,3 +37,14 @@ PRESETS: dict[str, Preset] = {
         _COPY,
     ),
 }
+
+
+def apply_preset(name: str, config: dict[str, Any] | None, *, has_gates: bool) -> dict[str, Any]:
+    """A preset's ``method`` and ``config``, its parameters changed by the operator's."""
+    policy, changes = PRESETS[name].policy(has_gates=has_gates), config or {}
+    method = policy.pop("method")
+    if "budget" in changes:  # it stands in place of the preset's own
+        policy.pop("keep_ratio", None)
+    if "keep_ratio" in changes:
+        policy.pop("budget", None)
+    return {"method": method, "config": {**policy, **changes}}

@@ -7,17 +7,29 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sglang_kv.compression import Compressor, Plan
+from sglang_kv.compression import Compressor, FoldPlan, Plan, WindowPlan
+
+#: Last queries of a prompt that say what its pages are worth, where pressure may take some.
+SCORED_QUERIES = 32
 
 
 class RequestState:
     """Lives on SGLang's ``Req`` as ``sglang_kv``, from intake to the end."""
 
-    def __init__(self, req: Any, policy: Compressor, plan: Plan, *, overridden: bool = False):
+    def __init__(
+        self,
+        req: Any,
+        policy: Compressor,
+        plan: Plan,
+        *,
+        overridden: bool = False,
+        evictable: bool = False,
+    ):
         self.req = req
         self.policy = policy
         self.plan = plan
         self.overridden = overridden
+        self.evictable = evictable  # may give up pages under pressure
         self.counted = False
         self.dropped = 0  # stream-tokens dropped, over all its lives
         self.reader_node: Any | None = None
@@ -37,6 +49,7 @@ class RequestState:
         self.peak_pages = 0  # promised while prefilling, else 0
         self.taken_pages = 0  # of those: taken from the pool, and not yet given back to it
         self.folded_at = -1  # position up to which the policy has been applied
+        self.evicted = 0  # stream-tokens taken under pressure
         self.private = False
         self.awaiting_checkpoint = False  # a prefill ran whose result the tree has not seen
         self.owes_pages = False  # private, but its dense prefix is still to be published
@@ -45,6 +58,47 @@ class RequestState:
     def held_pages(self) -> int:
         """Pages in all its lists."""
         return int(self.counts.sum())
+
+    # -- whose queries are scored --
+
+    @property
+    def scores(self) -> bool:
+        """Whether any of its queries are."""
+        return isinstance(self.plan, FoldPlan) or self.scores_for_pressure
+
+    @property
+    def scores_for_pressure(self) -> bool:
+        return self.evictable and not isinstance(self.plan, WindowPlan)
+
+    def scored_queries(self, begin: int, end: int) -> int | None:
+        """Of the queries at ``begin .. end``: the first that is scored, from ``begin``; or None."""
+        plan, prompt = self.plan, len(self.req.origin_input_ids)
+        first, last = max(0, prompt - SCORED_QUERIES), prompt
+        if isinstance(plan, FoldPlan):
+            assert plan.fold_at is not None
+            first, last = plan.score_from, end if plan.score_on else plan.fold_at
+        elif not self.scores_for_pressure:
+            return None
+        return max(first - begin, 0) if end > first and begin < last else None
+
+    def scored_tokens(self, lengths: NDArray[np.int32]) -> NDArray[np.int64]:
+        """Leading tokens of each stream that were there when queries were scored."""
+        held: NDArray[np.int64] = lengths.astype(np.int64)
+        if isinstance(self.plan, FoldPlan) and self.plan.score_on:
+            return held
+        since = self.length - len(self.req.origin_input_ids)
+        if isinstance(self.plan, FoldPlan):
+            assert self.plan.fold_at is not None
+            since = self.length - self.plan.fold_at
+        return held - max(0, since)
+
+    def match_limit(self) -> int | None:
+        """Tokens that may come from the prefix tree; None: no limit."""
+        limit = self.plan.match_limit
+        if not self.scores_for_pressure:
+            return limit
+        scored = max(0, len(self.req.origin_input_ids) - SCORED_QUERIES)
+        return scored if limit is None else min(limit, scored)
 
     @property
     def known_tokens(self) -> int:
@@ -70,10 +124,12 @@ class RequestState:
             "method": self.policy.name,
             "parameters": self.policy.parameters,
             "logical_tokens": logical,
-            "kept_tokens": self.plan.kept_tokens(logical),
+            "kept_tokens": self.plan.kept_tokens(logical) - self.evicted // geometry.num_streams,
             "freed_bytes": (dense - self.held_pages) * page_bytes,
             "kept_pages": self.held_pages,
             "kept_bytes": self.held_pages * page_bytes,
         }
+        if self.evicted:
+            self._last["evicted_tokens"] = self.evicted // geometry.num_streams
         if self.overridden:
             self._last["overridden"] = True

@@ -24,6 +24,7 @@ from sglang_kv.compression import FoldPlan, Geometry, WindowPlan
 from sglang_kv.compression.plan import Counts, Mask
 from sglang_kv.fold import Folder
 from sglang_kv.pool import HeadPagePool, Pages
+from sglang_kv.pressure import Pressure
 from sglang_kv.request import RequestState
 from sglang_kv.streams import GAP, KV_LEN, NUM_SINKS, WINDOW_LEFT, StreamTable
 
@@ -58,6 +59,7 @@ class LedgerStats:
     requests_total: dict[str, int]
     dropped_tokens: float
     folds: int
+    evicted_tokens: float = 0.0
 
 
 class PhysicalLedger:
@@ -106,6 +108,8 @@ class PhysicalLedger:
         self.requests_total: Counter[str] = Counter()
         self.dropped = 0
         self.folds = 0
+        self.evicted = 0  # stream-tokens that pressure took
+        self.pressure: Pressure | None = None
         self.tree: Readers | None = None
 
     # -- SGLang's aux-cache seam --
@@ -121,7 +125,7 @@ class PhysicalLedger:
         state.slot = self.streams.take()
         self.rows[row] = state
         self.row_to_slot[row] = state.slot
-        self.scored += isinstance(state.plan, FoldPlan)
+        self.scored += state.scores
         if not state.counted:
             state.counted = True
             self.requests_total[state.policy.name] += 1
@@ -144,7 +148,7 @@ class PhysicalLedger:
         """The request leaves its row: finished, aborted or retracted."""
         state = self.rows.pop(row)
         state.note(self.page_bytes)
-        self.scored -= isinstance(state.plan, FoldPlan)
+        self.scored -= state.scores
         if state.private:
             self.pool.release(self._lists(state))
         self.folder.forget(state)
@@ -286,9 +290,20 @@ class PhysicalLedger:
             self._keep_pages(state, self.folder.pages(kept), target)
         else:
             self._keep_tokens(state, kept, target)
-        self.folder.carry(state, plan, kept, target)
+        self.folder.carry(state, kept, target)
         desc[:, :, KV_LEN] = target
         self._count_dropped(state, int((lengths - target).sum()))
+
+    def evict(self, state: RequestState, kept: Any, target: Counts) -> None:
+        """Pressure takes whole pages of a request: ``kept`` as a fold by page has it."""
+        desc = self.streams.desc[state.slot]
+        lost = int((desc[:, :, KV_LEN] - target).sum())
+        self._keep_pages(state, self.folder.pages(kept), target)
+        self.folder.carry(state, kept, target)
+        desc[:, :, KV_LEN] = target
+        state.evicted += lost
+        self.evicted += lost
+        self._count_dropped(state, lost)
 
     def _keep_pages(self, state: RequestState, kept: Mask, target: Counts) -> None:
         """Whole pages stay where they are. ``kept``: ``[layers, kv_heads, pages]``."""
@@ -430,6 +445,7 @@ class PhysicalLedger:
             requests_total=dict(self.requests_total),
             dropped_tokens=self.dropped / self.num_streams,
             folds=self.folds,
+            evicted_tokens=self.evicted / self.num_streams,
         )
 
     def check(self) -> None:

@@ -86,7 +86,7 @@ class SnapKV(Compressor):
         metadata={
             "min": 0.0,
             "max": 1.0,
-            "doc": "share of an equal budget that adaptive leaves each head",
+            "doc": "share of an equal budget that each head keeps, if not equal",
         },
     )
     decode_budget: int | None = field(
@@ -170,17 +170,20 @@ class SnapKV(Compressor):
         return [units.budget] * num_layers
 
     def kept_by_gates(self, units: Units, geometry: Geometry) -> Counts:
-        """The model's budget beside the windows goes to its heads in proportion to their gates;
-        what a head cannot use, because it keeps the whole prompt, goes to the others."""
+        """The model's budget beside windows and floors goes to its heads in proportion to their
+        gates; what a head cannot use, because it keeps the whole prompt, goes to the others."""
         if geometry.gates is None:
             raise PolicyError(
                 "kv_compression.head_budgets: 'gates' needs head gates, and this server has none "
                 "for its model (--kv-gates FILE)"
             )
         gates = geometry.gates.values
-        total = gates.size * (units.budget - units.window)
-        shares = fill_shares(gates.flatten().tolist(), total, units.most - units.window)
-        counts = [units.tokens(n + units.window) for n in largest_remainder(shares, total)]
+        equal, most = units.budget - units.window, units.most - units.window
+        floor = self.head_floor * equal
+        spare = gates.size * (equal - floor)
+        shares = [floor + x for x in fill_shares(gates.flatten().tolist(), spare, most - floor)]
+        whole = largest_remainder(shares, gates.size * equal)
+        counts = [units.tokens(n + units.window) for n in whole]
         return np.array(counts, dtype=np.int64).reshape(gates.shape)[:, geometry.heads]
 
     def units(self, budget: int, fold_at: int, page_size: int) -> Units:

@@ -9,8 +9,10 @@ import pytest
 pytest.importorskip("sglang")
 
 from ledger_harness import HEADS, LAYERS, Harness, Req
+from policies import all_variants
 
 from sglang_kv.compression import parse_policy
+from sglang_kv.pressure import Pressure
 
 NONE = parse_policy("none")
 STREAM = parse_policy({"method": "streamingllm", "sinks": 2, "recent": 13})
@@ -159,17 +161,14 @@ def test_disabled_tree() -> None:
     h.check_empty()
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(40))
 def test_random_traffic(seed: int) -> None:
     """Shared prefixes, chunks, decodes, aborts mid-prompt, retractions and evictions."""
     rng = random.Random(seed)
-    h = Harness(page_size=rng.choice([1, 4, 8]), pool_tokens=640, virtual_tokens=4096)
-    policies = [
-        NONE,
-        STREAM,
-        parse_policy({"method": "streamingllm", "sinks": 0, "recent": 7}),
-        parse_policy({"method": "streamingllm", "sinks": 3, "recent": 9, "fold_at": 30}),
-    ]
+    h = Harness(page_size=rng.choice([1, 4, 8]), pool_tokens=1024, virtual_tokens=4096)
+    # Half of them any method, with any of its parameters.
+    policies = [NONE, STREAM, *rng.sample(all_variants(), 4)]
+    h.ledger.pressure = Pressure(floor=0.25)
     stems = [[rng.randrange(1000) for _ in range(50)] for _ in range(3)]
     prefilling: list[Req] = []
     decoding: list[Req] = []
@@ -179,7 +178,7 @@ def test_random_traffic(seed: int) -> None:
         if move < 0.25 and len(h.running) < 8:
             stem = rng.choice(stems)[: rng.randrange(1, 50)]
             tail = [rng.randrange(1000) for _ in range(rng.randrange(1, 30))]
-            req = Req(stem + tail, rng.choice(policies))
+            req = Req(stem + tail, rng.choice(policies), evictable=rng.random() < 0.5)
             h.admit(req)
             h.extend(req, rng.choice([3, 16, 100]))
             prefilling.append(req)
@@ -209,12 +208,16 @@ def test_random_traffic(seed: int) -> None:
             h.release(req, publish=rng.random() < 0.7)
         elif move < 0.96 and prefilling:
             h.release(prefilling.pop(), publish=False)
+        elif move < 0.98:
+            h.ledger.pressure.relieve(h.ledger, h.ledger.pool.num_free + rng.randrange(1, 200))
+            h.check()
         else:
             h.tree.evict_pages(h.ledger.pool.num_free + rng.randrange(1, 200))
             h.check()
-        if h.ledger.pool.num_free < 200 * LAYERS:  # a pool under pressure: retract
-            h.tree.evict_pages(200 * LAYERS)
-            while decoding and h.ledger.pool.num_free < 200 * LAYERS:
+        if h.ledger.pool.num_free < 300 * LAYERS:  # a pool under pressure: evict, retract
+            if not h.tree.evict_pages(300 * LAYERS) and rng.random() < 0.5:
+                h.ledger.pressure.relieve(h.ledger, 300 * LAYERS)
+            while decoding and h.ledger.pool.num_free < 300 * LAYERS:
                 h.release(decoding.pop(), publish=False)
     for req in list(h.running):
         h.release(req, publish=False)

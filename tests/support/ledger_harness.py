@@ -40,7 +40,7 @@ GATES = HeadGates(
 class Req:
     """The fields of SGLang's ``Req`` that the ledgers and the tree touch."""
 
-    def __init__(self, prompt: list[int], policy: Compressor):
+    def __init__(self, prompt: list[int], policy: Compressor, *, evictable: bool = False):
         self.origin_input_ids = array("q", prompt)
         self.output_ids = array("q")
         self.kv = ReqKvInfo()
@@ -51,8 +51,9 @@ class Req:
         self.last_node: Any = None
         self.prefix_len = self.extend_end = 0
         self.sampling_params = SimpleNamespace(max_new_tokens=64, ignore_eos=False)
-        self.policy = policy
+        self.policy, self.evictable = policy, evictable
         self.digests: dict[int, int] = {}
+        self.dense_until = CONTEXT  # tokens after a drop have other KV
         self.sglang_kv: RequestState = None  # type: ignore[assignment]  # from `Harness.admit` on
 
     @property
@@ -114,7 +115,7 @@ class Harness:
         """Match and lock, as at admission."""
         if req.sglang_kv is None:
             plan = req.policy.plan(len(req.origin_input_ids), self.ledger.geometry)
-            req.sglang_kv = RequestState(req, req.policy, plan)
+            req.sglang_kv = RequestState(req, req.policy, plan, evictable=req.evictable)
         ids = req.full_untruncated_fill_ids
         key = RadixKey(ids, None, limit=len(ids) - 1)
         match = self.tree.match_prefix(MatchPrefixParams(key=key, req=req))
@@ -157,6 +158,8 @@ class Harness:
         req.kv.cache_protected_len = req.kv.kv_committed_len = 0
         self.running.remove(req)
         self.kept.pop(req.sglang_kv, None)
+        req.digests.clear()
+        req.dense_until = CONTEXT
         self.check()
 
     def _alloc(self, req: Req, target: int) -> None:
@@ -197,7 +200,7 @@ class Harness:
     def _digest(self, req: Req, position: int) -> int:
         """Of the token at ``position`` and all that its KV was computed from."""
         limit = req.sglang_kv.plan.dense_prefix
-        dense = limit is None or position < limit
+        dense = (limit is None or position < limit) and position < req.dense_until
         if position not in req.digests:  # tokens are only ever appended
             ids = tuple(req.full_untruncated_fill_ids[: position + 1])
             req.digests[position] = hash((ids, None if dense else repr(req.policy))) % 2**30
@@ -247,9 +250,8 @@ class Harness:
             row[: len(keys)] += torch.from_numpy((given * seen).sum(0)).float()
 
     def _observe(self, state: RequestState, mask: torch.Tensor) -> None:
-        """A fold: it must keep what an oracle keeps that knows scores and positions only."""
-        plan = state.plan
-        assert isinstance(plan, FoldPlan)
+        """Tokens were dropped: follow them by position."""
+        state.req.dense_until = min(state.req.dense_until, state.length)
         for stream in np.ndindex(LAYERS, HEADS):
             before = self.kept[state][stream]
             self.kept[state][stream] = [before[i] for i in mask[stream].nonzero().flatten()]
@@ -308,7 +310,7 @@ def made_up_attention(stream: tuple[int, int], query: Any, position: Any) -> Any
 def paper_visible(state: RequestState, stream: tuple[int, int], t: int) -> list[int] | None:
     """What the query at ``t`` sees in the paper's loop: one token at a time, evict after it."""
     policy, plan = state.policy, state.plan
-    if isinstance(plan, FoldPlan) or getattr(plan, "dense_first_chunk", False):
+    if isinstance(plan, FoldPlan) or getattr(plan, "dense_first_chunk", False) or state.evicted:
         return None
     whole = not isinstance(plan, WindowPlan) or t < (plan.fold_at or 0)
     if whole or (plan.windowed is not None and not plan.windowed[stream]):  # type: ignore[union-attr]

@@ -1,0 +1,103 @@
+"""When memory runs out in decode: the least important pages of running requests go first.
+
+``--kv-pressure evict``: before SGLang retracts a request, whose prompt would then be computed
+again, requests that allow it give up whole pages, the lowest ``Score(Block_k) = sum of its tokens'
+scores`` first: the same number in each stream, by reference, nothing is copied. What a request
+keeps then depends on its neighbours, so both the server and the request must allow it.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from sglang_kv.compression import WindowPlan
+from sglang_kv.compression.scoring import page_scores
+from sglang_kv.kernels.layout import KV_LEN
+from sglang_kv.request import RequestState
+
+if TYPE_CHECKING:
+    from sglang_kv.state import PhysicalLedger
+
+#: Newest tokens that are never given up.
+NEWEST = 64
+#: Steps of decode that room is made for at once, so that not every step has to.
+STEPS_AHEAD = 16
+
+
+class Offer(NamedTuple):
+    """What a request could give: its pages by rising score, and what each further one costs."""
+
+    state: RequestState
+    order: NDArray[np.int64]  # [layers, kv_heads, pages], the lowest first
+    costs: list[float]  # of one more page in every stream
+
+
+@dataclass
+class Pressure:
+    """Takes pages from running requests.
+
+    Args:
+        floor: share of its tokens that a request keeps at least.
+        min_keep: tokens per stream that it keeps at least.
+    """
+
+    floor: float
+    min_keep: int = 0
+
+    def relieve(self, ledger: PhysicalLedger, want_free: int) -> bool:
+        """Make ``want_free`` head pages free, if the requests' floors allow it."""
+        offers = [o for s in ledger.rows.values() if (o := self._offer(ledger, s)) is not None]
+        ahead = -(-STEPS_AHEAD // ledger.page_size) * ledger.num_streams * len(ledger.rows)
+        missing = want_free - ledger.pool.num_free
+        levels: dict[int, int] = {}
+        # What several requests give costs the least if each next page is the cheapest of all.
+        heap = [(offer.costs[0], i) for i, offer in enumerate(offers)]
+        heapq.heapify(heap)
+        promised = 0
+        while heap and promised < missing + ahead:
+            _, i = heapq.heappop(heap)
+            levels[i] = levels.get(i, 0) + 1
+            promised += ledger.num_streams
+            if levels[i] < len(offers[i].costs):
+                heapq.heappush(heap, (offers[i].costs[levels[i]], i))
+        for i, count in levels.items():
+            self._take(ledger, offers[i], count)
+        # A page that the prefix tree shares is free only when the tree lets go of it, too.
+        return ledger.pool.num_free >= want_free or (
+            ledger.tree is not None and ledger.tree.evict_pages(want_free)
+        )
+
+    def _offer(self, ledger: PhysicalLedger, state: RequestState) -> Offer | None:
+        plan = state.plan
+        if not state.evictable or state.score_slot < 0 or isinstance(plan, WindowPlan):
+            return None
+        if state.awaiting_checkpoint or state in ledger.prefilling or state.owes_pages:
+            return None
+        size = ledger.page_size
+        lengths = ledger.streams.desc[state.slot, :, :, KV_LEN]
+        scored = state.scored_tokens(lengths)
+        spare = lengths.min() - max(self.min_keep, int(self.floor * state.length))
+        # Whole pages of scored tokens, the newest left out.
+        pages = int(max(0, np.minimum(scored, lengths - NEWEST).min())) // size
+        count = min(pages, int(spare) // size)
+        if count <= 0:
+            return None
+        values = ledger.folder.scores.values[state.score_slot, :, :, : pages * size]
+        ranked = torch.sort(page_scores(values, size), dim=-1, stable=True)
+        costs = ranked.values[..., :count].sum((0, 1)).tolist()
+        return Offer(state, ranked.indices.numpy(), costs)
+
+    def _take(self, ledger: PhysicalLedger, offer: Offer, count: int) -> None:
+        lengths = ledger.streams.desc[offer.state.slot, :, :, KV_LEN].astype(np.int64)
+        longest = int(lengths.max())
+        kept = torch.arange(longest) < torch.from_numpy(lengths)[..., None]
+        size = ledger.page_size
+        tokens = torch.from_numpy(offer.order[..., :count])[..., None] * size + torch.arange(size)
+        kept.scatter_(-1, tokens.flatten(-2), False)
+        ledger.evict(offer.state, kept, lengths - count * size)
