@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from sglang_kv.compression import Compressor, PolicyError, method_names, parse_policy
+from sglang_kv.compression.base import shorten
 
 #: JSON of `Options`; how ``sglang_kv.Engine`` and children without flags learn them.
 ENV = "SGLANG_KV_OPTIONS"
@@ -106,7 +107,7 @@ class Options:
         if wanted is None:
             return self.pressure == "evict"
         if wanted not in PRESSURES:
-            raise PolicyError(f"{PRESSURE_KEY}: must be evict or retract, got {wanted!r}")
+            raise PolicyError(f"{PRESSURE_KEY}: must be evict or retract, got {shorten(wanted)}")
         if wanted == "evict" and self.pressure != "evict":
             raise PolicyError(
                 f"{PRESSURE_KEY}: this server was started without --kv-pressure evict"

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from sglang_kv.compression.gates import load_gates
 from sglang_kv.config import ENV, Options
 from sglang_kv.cpu import finder
 
@@ -67,7 +68,9 @@ def options_in_environment(given: Mapping[str, Any]) -> Iterator[None]:
     before = os.environ.get(ENV)
     if given:
         options = {**json.loads(before or "{}"), **given}
-        Options.from_mapping(options)
+        gates = Options.from_mapping(options).gates
+        if gates is not None:
+            load_gates(gates)  # what cannot be read stops the program here
         os.environ[ENV] = json.dumps(options)
     try:
         yield

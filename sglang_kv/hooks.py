@@ -9,6 +9,7 @@ from typing import Any
 from sglang_kv import runtime
 from sglang_kv.admission import check_request, gated_adder
 from sglang_kv.compression import Geometry, PolicyError, parse_policy
+from sglang_kv.compression.base import shorten
 from sglang_kv.compression.gates import HeadGates, find_gates, load_gates
 from sglang_kv.config import PRESSURE_KEY, REQUEST_KEY, Options
 from sglang_kv.flags import add_flags, options_from_flags
@@ -42,7 +43,7 @@ def _verify(params: Any, *_args: Any, **_kwargs: Any) -> None:
     """Refuse a bad policy where SGLang refuses bad sampling parameters: HTTP 400."""
     custom_params = params.custom_params or {}
     if not isinstance(custom_params, dict):
-        raise PolicyError(f"custom_params: expected an object, got {custom_params!r}")
+        raise PolicyError(f"custom_params: expected an object, got {shorten(custom_params)}")
     options = active_options()
     active = options is not None and options.active
     if active and (params.beam_width or 1) > 1:

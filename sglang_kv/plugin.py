@@ -45,9 +45,9 @@ def _register() -> None:
 
 
 def _all_hooks() -> list[tuple[str, Any, str]]:
-    from sglang_kv import hooks, metrics, report
+    from sglang_kv import fused, hooks, metrics, report
 
-    return [*hooks.HOOKS, *report.HOOKS, *metrics.HOOKS]
+    return [*hooks.HOOKS, *report.HOOKS, *metrics.HOOKS, *fused.HOOKS]
 
 
 def verify() -> None:

@@ -209,10 +209,10 @@ def check_int(key: str, value: Any, minimum: int) -> None:
             f"{type(value).__name__} {shorten(value)}"
         )
     if value < minimum:
-        raise PolicyError(f"kv_compression.{key}: must be at least {minimum}, got {value}")
+        raise PolicyError(f"kv_compression.{key}: must be at least {minimum}, got {shorten(value)}")
     # The kernels' tables hold int32.
     if value >= 2**31:
-        raise PolicyError(f"kv_compression.{key}: must be less than 2**31, got {value}")
+        raise PolicyError(f"kv_compression.{key}: must be less than 2**31, got {shorten(value)}")
 
 
 def check_float(key: str, value: Any, minimum: float, maximum: float | None) -> None:
@@ -222,6 +222,9 @@ def check_float(key: str, value: Any, minimum: float, maximum: float | None) -> 
         )
     # A NaN fails every comparison, so it is asked what holds, not what fails.
     if not minimum <= value or not value < float("inf"):
-        raise PolicyError(f"kv_compression.{key}: must be at least {minimum}, got {value}")
+        raise PolicyError(f"kv_compression.{key}: must be at least {minimum}, got {shorten(value)}")
     if maximum is not None and not value <= maximum:
-        raise PolicyError(f"kv_compression.{key}: must be at most {maximum}, got {value}")
+        raise PolicyError(f"kv_compression.{key}: must be at most {maximum}, got {shorten(value)}")
+    # A report carries it, and JSON has no integers of any size.
+    if value >= 2**31:
+        raise PolicyError(f"kv_compression.{key}: must be less than 2**31, got {shorten(value)}")
