@@ -32,14 +32,16 @@ class Arm:
 
     name: str
     policy: dict[str, Any] = field(hash=False)
+    only: str | None = None  # the one column to run
 
     @classmethod
     def parse(cls, text: str) -> Arm:
-        """``name={"method": ...}``; the policy is checked where this installation knows it."""
+        """``name={"method": ...}``, or ``name@aware=`` or ``name@agnostic=`` for one column."""
         name, _, policy = text.partition("=")
-        if not name or not policy:
-            raise ValueError(f"{text!r}: expected name={{...}}")
-        arm = cls(name, json.loads(policy))
+        name, _, only = name.partition("@")
+        if not name or not policy or only not in ("", "aware", "agnostic"):
+            raise ValueError(f"{text!r}: expected name={{...}} or name@COLUMN={{...}}")
+        arm = cls(name, json.loads(policy), only or None)
         if not isinstance(arm.policy, dict) or "method" not in arm.policy:
             raise ValueError(f"{name}: a policy is an object with a method, got {policy}")
         parse_policy(arm.policy)
@@ -65,6 +67,8 @@ class Arm:
 
     def has(self, column: str) -> bool:
         """Whether the arm has an ``agnostic`` column: it takes ``fold_at``, and sets none."""
+        if self.only is not None and column != self.only:
+            return False
         if column == "aware":
             return True
         if "fold_at" in self.policy:

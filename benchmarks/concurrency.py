@@ -19,46 +19,20 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from sglang_kv.benchmarks.common import record
+from sglang_kv.benchmarks.methods import PAGE, arms, geometry_of, plan_of
 from sglang_kv.benchmarks.server import Server
-from sglang_kv.compression import Geometry, parse_policy
-from sglang_kv.compression.gates import find_gates
-
-PAGE = 16
-NONE: dict[str, Any] = {"method": "none"}
-
-
-def arms(context: int) -> dict[str, dict[str, Any]]:
-    """Every method at a half, a quarter and an eighth of the prompt."""
-    found: dict[str, dict[str, Any]] = {"none": NONE}
-    for part in (2, 4, 8):
-        kept = {"keep_ratio": 1 / part}
-        found[f"streamingllm 1/{part}"] = {"method": "streamingllm", "budget": context // part}
-        found[f"h2o 1/{part}"] = {"method": "h2o", **kept}
-        found[f"snapkv 1/{part}"] = {"method": "snapkv", **kept}
-        found[f"snapkv pages 1/{part}"] = {"method": "snapkv", "granularity": "page", **kept}
-        found[f"pyramidkv 1/{part}"] = {"method": "pyramidkv", **kept}
-    for sparsity in (0.5, 0.75):
-        found[f"duoattention {sparsity}"] = {"method": "duoattention", "sparsity": sparsity}
-    return found
+from sglang_kv.compression import Geometry
 
 
 def predicted(
     policy: dict[str, Any], geometry: Geometry, pool: int, context: int, new: int, chunk: int
 ) -> int:
     """Requests that fit, the newest one still at its prefill's peak."""
-    plan = parse_policy(policy).plan(context, geometry)
+    plan = plan_of(policy, geometry, context)
     steady = plan.pages(context + new)
     peak = plan.peak_pages(context, chunk, published=(plan.dense_prefix or 0) // PAGE)
     pages = pool // PAGE * geometry.num_streams
     return max(0, (pages - max(peak, steady)) // steady + 1)
-
-
-def geometry_of(model: str) -> Geometry:
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(model)
-    layers, heads = config.num_hidden_layers, config.num_key_value_heads
-    return Geometry(layers, heads, PAGE, find_gates(model, layers, heads))
 
 
 def measure(server: Server, policy: dict[str, Any], count: int, context: int, new: int) -> int:

@@ -2,10 +2,11 @@
 
     python benchmarks/decode_speed.py --batch 8 --context 4000
 
-Each arm is a server of its own: stock SGLang (`torch_native`), then sglang-kv with `none`
-and with streamingllm. Requests have different prompts, so nothing is shared. Only the steps
-in which all requests decode together are timed. One JSON line per arm, and the ratio to the
-bytes that the step must read over the measured read bandwidth.
+Each arm is a server of its own: stock SGLang (`torch_native`), then sglang-kv with `none` and with
+each method at a quarter of the prompt. Requests have different prompts, so nothing is shared. Only
+the steps in which all requests decode together are timed; the prefill before them holds the fold.
+One JSON line per arm, and the ratio to the bytes that the step must read over the measured read
+bandwidth.
 """
 
 from __future__ import annotations
@@ -23,13 +24,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from sglang_kv.benchmarks.common import read_bandwidth_gb_s, record
+from sglang_kv.benchmarks.methods import NONE, PAGE, arms, geometry_of, plan_of
 from sglang_kv.benchmarks.server import Server, generate_body
-
-ARMS: dict[str, tuple[list[str], dict[str, Any] | None]] = {
-    "stock": (["--attention-backend", "torch_native"], None),
-    "none": (["--kv-compression", "none"], {"method": "none"}),
-    "streamingllm": (["--kv-compression", "none"], {"method": "streamingllm"}),
-}
 
 
 def run_batch(
@@ -78,29 +74,32 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--context", type=int, default=4000)
     parser.add_argument("--steps", type=int, default=48, help="decoded tokens per request")
-    parser.add_argument("--arms", default="stock,none,streamingllm")
+    parser.add_argument("--arms", help="comma-separated; default: stock and all")
+    parser.add_argument("--head-dim", type=int, default=64)
     parser.add_argument("--weight-bytes", type=float, default=269e6, help="read once per step")
-    parser.add_argument("--kv-bytes-per-token", type=float, default=23040)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     bandwidth = read_bandwidth_gb_s()
     pool = args.batch * (args.context + args.steps + 64) + 4096
     flags = ["--max-total-tokens", str(pool), "--max-running-requests", str(max(8, args.batch))]
     flags += ["--chunked-prefill-size", "4096", "--page-size", "16", "--disable-radix-cache"]
+    geometry, policies = geometry_of(args.model), arms(args.context, (4,))
     base: float | None = None
-    for arm in args.arms.split(","):
-        extra, policy = ARMS[arm]
+    uncompressed: float | None = None
+    for arm in args.arms.split(",") if args.arms else ["stock", *policies]:
+        policy = policies.get(arm)
+        extra = ["--kv-compression", "none"] if policy else ["--attention-backend", "torch_native"]
         with Server(args.model, *flags, *extra) as server:
             run_batch(server, [[5] * 64] * 2, policy, 8)  # first calls build and warm up
             row = measure(server, args.batch, args.context, args.steps, policy, args.seed)
             backend = "sglang_kv" if "impl=HeadPageRadixCache" in server.log else "stock"
-        kept = args.context + args.steps // 2
-        if arm == "streamingllm":
-            kept = min(kept, 1024)
-        limit_s = (args.weight_bytes + args.batch * kept * args.kv_bytes_per_token) / (
-            bandwidth * 1e9
-        )
+        plan = plan_of(policy or NONE, geometry, args.context)
+        # A head page: K and V of bf16.
+        kv_bytes = plan.pages(args.context + args.steps // 2) * PAGE * args.head_dim * 4
+        limit_s = (args.weight_bytes + args.batch * kv_bytes) / (bandwidth * 1e9)
         base = base or row["decode_tok_s"]
+        if arm == "none":
+            uncompressed = row["prefill_tok_s"]
         record(
             "decode_speed",
             {
@@ -109,6 +108,9 @@ def main() -> None:
                 "batch": args.batch,
                 "context": args.context,
                 **row,
+                "policy": policy,
+                "prefill_time_to_none": uncompressed
+                and round(uncompressed / row["prefill_tok_s"], 3),
                 "ratio_to_first_arm": round(row["decode_tok_s"] / base, 2),
                 "read_gb_s": round(bandwidth, 1),
                 "limit_step_ms": round(limit_s * 1e3, 1),

@@ -54,7 +54,12 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     )
     where.add_argument("--parallel", type=int, default=1, help="prompts at a time")
     what = parser.add_argument_group("what")
-    what.add_argument("--arm", action="append", default=[], help='name={"method": ...}; repeat')
+    what.add_argument(
+        "--arm",
+        action="append",
+        default=[],
+        help='name={"method": ...}; name@aware= or name@agnostic= for one column; repeat',
+    )
     what.add_argument("--suite", default=",".join(SUITES))
     what.add_argument("--lengths", default="1024,2048,4096", help="prompt tokens")
     what.add_argument("--depths", default="0.1,0.3,0.5,0.7,0.9", help="of the needle, 0 to 1")

@@ -45,6 +45,6 @@ def apply_preset(name: str, config: dict[str, Any] | None, *, has_gates: bool) -
     method = policy.pop("method")
     if "budget" in changes:  # it stands in place of the preset's own
         policy.pop("keep_ratio", None)
-    if "keep_ratio" in changes:
+    if "keep_ratio" in changes or "recent" in changes:
         policy.pop("budget", None)
     return {"method": method, "config": {**policy, **changes}}

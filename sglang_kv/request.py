@@ -115,16 +115,20 @@ class RequestState:
         """What was applied, for the client; after release, the last values."""
         return self._last
 
-    def note(self, page_bytes: int) -> None:
-        """Keep the report of this moment."""
+    def note(self, page_bytes: int, held_tokens: float) -> None:
+        """Keep the report of this moment; ``held_tokens``: in its lists, mean over the streams."""
         geometry = self.plan.geometry
         logical = min(self.length, self.known_tokens)
+        # Pressure is in no plan, and a later fold may make good for some of what it took.
+        kept = self.plan.kept_tokens(logical)
+        if self.evicted:
+            kept = round(held_tokens) - (self.length - logical)
         dense = -(-self.length // geometry.page_size) * geometry.num_streams
         self._last = {
             "method": self.policy.name,
             "parameters": self.policy.parameters,
             "logical_tokens": logical,
-            "kept_tokens": self.plan.kept_tokens(logical) - self.evicted // geometry.num_streams,
+            "kept_tokens": kept,
             "freed_bytes": (dense - self.held_pages) * page_bytes,
             "kept_pages": self.held_pages,
             "kept_bytes": self.held_pages * page_bytes,

@@ -147,7 +147,7 @@ class PhysicalLedger:
     def free(self, row: int) -> None:
         """The request leaves its row: finished, aborted or retracted."""
         state = self.rows.pop(row)
-        state.note(self.page_bytes)
+        state.note(self.page_bytes, float(self.streams.desc[state.slot, :, :, KV_LEN].mean()))
         self.scored -= state.scores
         if state.private:
             self.pool.release(self._lists(state))

@@ -1,0 +1,107 @@
+"""When memory runs out: evict the least important pages, or retract whole requests?
+
+    python benchmarks/pressure.py --model MODEL
+
+A pool of a third of what the traffic wants at once: many requests, each with a prompt and a long
+answer. One server per arm, the same requests in the same order, the same pool; the time until the
+last answer, and what it cost in quality: how many of the answers' tokens are those of a server with
+room for everything.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from sglang_kv.benchmarks.common import record
+from sglang_kv.benchmarks.server import Server
+
+Answers = list[dict[str, Any]]
+TEXT = Path(__file__).resolve().parent.parent / "scripts" / "demo"
+
+
+def prompts(model: str, count: int, length: int) -> list[list[int]]:
+    """Different passages of the demo's story, so that no prefix is shared."""
+    from transformers import AutoTokenizer
+
+    text = next(TEXT.glob("*.txt")).read_text()
+    ids: list[int] = AutoTokenizer.from_pretrained(model)(text)["input_ids"]
+    step = (len(ids) - length) // max(1, count - 1)
+    return [ids[i * step : i * step + length] for i in range(count)]
+
+
+def serve(server: Server, work: list[list[int]], new_tokens: int) -> tuple[Answers, float]:
+    start = time.perf_counter()
+    with ThreadPoolExecutor(len(work)) as clients:
+        answers = list(
+            clients.map(
+                lambda ids: server.generate(ids, max_new_tokens=new_tokens, ignore_eos=True), work
+            )
+        )
+    return answers, time.perf_counter() - start
+
+
+def agreement(answers: Answers, reference: Answers) -> float:
+    """Mean share of an answer before its first token that differs."""
+    shares = []
+    for got, want in zip(answers, reference, strict=True):
+        pairs = zip(got["output_ids"], want["output_ids"], strict=True)
+        same = next((i for i, (a, b) in enumerate(pairs) if a != b), len(want["output_ids"]))
+        shares.append(same / len(want["output_ids"]))
+    return sum(shares) / len(shares)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--requests", type=int, default=24)
+    parser.add_argument("--prompt", type=int, default=500)
+    parser.add_argument("--new-tokens", type=int, default=500)
+    parser.add_argument("--floor", type=float, default=0.25)
+    args = parser.parse_args()
+    wanted = args.requests * (args.prompt + args.new_tokens)
+    work = prompts(args.model, args.requests, args.prompt)
+    flags = ["--max-running-requests", str(args.requests), "--enable-metrics"]
+    flags += ["--kv-compression", "none", "--disable-radix-cache"]
+    reference: Answers | None = None
+    seconds: dict[str, float] = {}
+    for arm in ("room for all", "retract", "evict"):
+        pool = wanted + 2048 if arm == "room for all" else wanted // 3
+        extra = ["--max-total-tokens", str(pool)]
+        if arm == "evict":
+            extra += ["--kv-pressure", "evict", "--kv-pressure-floor", str(args.floor)]
+        with Server(args.model, *flags, *extra) as server:
+            serve(server, [[5] * 64] * 2, 8)
+            answers, seconds[arm] = serve(server, work, args.new_tokens)
+            retracted = server.log.count("KV cache pool is full. Retract requests.")
+        reference = reference or answers
+        reports = [answer["meta_info"]["kv_compression"] for answer in answers]
+        record(
+            "pressure",
+            {
+                "arm": arm,
+                "requests": args.requests,
+                "prompt": args.prompt,
+                "new_tokens": args.new_tokens,
+                "pool_tokens": pool,
+                "wanted_tokens": wanted,
+                "seconds": round(seconds[arm], 1),
+                "output_tok_s": round(args.requests * args.new_tokens / seconds[arm], 1),
+                "ratio_to_retract": round(seconds.get("retract", 0) / seconds[arm], 2),
+                "retractions_logged": retracted,
+                "tokens_evicted": sum(r.get("evicted_tokens", 0) for r in reports),
+                "same_answer_until": round(agreement(answers, reference), 3),
+            },
+        )
+
+
+if __name__ == "__main__":
+    main()
