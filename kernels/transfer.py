@@ -51,7 +51,9 @@ def gather(
     - `dst_indptr`, `dst_indices`: page ids; kept token j goes to page `j // page_size` of the list,
       slot `j % page_size`. Nothing else in those pages is written
 
-    No destination page may be a source page of any of the streams: that is not checked.
+    A stream may be compacted in place: its destination pages are the first of its own source pages,
+    and its kept tokens ascend. Other than that no destination page may be a source page of any
+    stream; that is not checked.
 
     Raises ValueError, naming the argument, for lists that do not fit together.
     """

@@ -76,6 +76,10 @@ def gated_adder(base: Any, ledger: PhysicalLedger) -> type[PrefillAdder]:
             if limit is not None:
                 limit = min(limit, _to_fold(req) or limit)
                 self.chunked_req_limit = min(limit, self.chunked_req_limit or limit)
+            elif self.rem_chunk_tokens is None:
+                # Without chunked prefill, a request that is computed again still stops at its
+                # folds, and SGLang takes what follows for a chunk.
+                self.rem_chunk_tokens = _to_fold(req) or len(req.full_untruncated_fill_ids)
             unfinished = super().add_chunked_req(req)
             if unfinished is not None:
                 self.rem_chunk_tokens = 0
@@ -125,7 +129,7 @@ def gated_adder(base: Any, ledger: PhysicalLedger) -> type[PrefillAdder]:
 def _to_fold(req: Any) -> int:
     """Tokens until the chunk has to end because the policy takes hold; 0: no such place."""
     begin = int(req.prefix_len)
-    stop = req.sglang_kv.plan.next_stop(begin)
+    stop = req.sglang_kv.next_stop(begin)
     return 0 if stop is None else stop - begin
 
 
@@ -217,8 +221,10 @@ def _longest_answer(ledger: PhysicalLedger, state: RequestState, prompt: int, wa
     plan, pages = state.plan, ledger.pool.num_pages
 
     def fits(answer: int) -> bool:
-        # SGLang runs one step ahead of the end of an answer, so its last token counts as well.
-        return plan.pages(prompt + answer) <= pages
+        # SGLang runs one step ahead of the end of an answer, so its last token counts as well. It
+        # must also fit when it is computed again after a retraction.
+        tokens = prompt + answer
+        return max(plan.pages(tokens), _peak_pages(ledger, state, tokens, 0)) <= pages
 
     if wanted <= 0 or fits(wanted):
         return max(0, wanted)

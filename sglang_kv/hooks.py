@@ -125,6 +125,7 @@ def _configure(result: Any, self: Any, **_kwargs: Any) -> None:
         chunk_tokens=chunk if chunk and chunk > 0 else None,
     )
     if options.pressure == "evict":
+        geometry.require_even("--kv-pressure evict")
         ledger.pressure = Pressure(options.pressure_floor, options.min_keep)
     assert ledger.dense_capacity == allocator.available_size(), "SGLang's leak check needs this"
     allocator.ledger = ledger
@@ -210,9 +211,12 @@ def _get_prefill_adder_class(result: Any, _self: Any) -> Any:
 
 def _run_batch(_result: Any, self: Any, batch: Any, *_args: Any, **_kwargs: Any) -> None:
     current = runtime.current()
-    if current is None or not batch.forward_mode.is_extend():
+    if current is None:
         return
-    if current.ledger.after_prefill(batch.reqs):
+    ledger = current.ledger
+    if batch.forward_mode.is_extend():
+        ledger.after_prefill(batch.reqs)
+    if ledger.take_freed():
         # Set when the last admission failed; SGLang clears it only when a request leaves.
         self.running_batch.batch_is_full = False
         batch.batch_is_full = False

@@ -159,6 +159,13 @@ class HeadPageRadixCache(RadixCache):
                         self._idle_tokens += len(step.key)
         state.reader_node = node
 
+    def pages_of_others(self, state: RequestState) -> int:
+        """Leading token pages of ``state`` that another request reads through the tree."""
+        if state.reader_node is None:
+            return 0
+        shared = (n for n in self._path(state.reader_node) if self._readers.get(n, 0) > 1)
+        return sum(len(node.key) for node in shared) // self.page_size
+
     def idle_pages(self) -> int:
         """Head pages that nobody reads through the tree (some may be shared with a private
         request, and would not be freed by emptying their node)."""

@@ -72,25 +72,38 @@ class RequestState:
 
     def scored_queries(self, begin: int, end: int) -> int | None:
         """Of the queries at ``begin .. end``: the first that is scored, from ``begin``; or None."""
-        plan, prompt = self.plan, len(self.req.origin_input_ids)
-        first, last = max(0, prompt - SCORED_QUERIES), prompt
+        plan = self.plan
+        if not self.scores:
+            return None
+        last = len(self.req.origin_input_ids)  # a chunk ends there: see `next_stop`
         if isinstance(plan, FoldPlan):
             assert plan.fold_at is not None
-            first, last = plan.score_from, end if plan.score_on else plan.fold_at
-        elif not self.scores_for_pressure:
-            return None
+            last = end if plan.score_on else plan.fold_at
+        first = self.score_from
         return max(first - begin, 0) if end > first and begin < last else None
 
+    @property
+    def score_from(self) -> int:
+        """First position whose query is scored."""
+        if isinstance(self.plan, FoldPlan):
+            return self.plan.score_from
+        return max(0, len(self.req.origin_input_ids) - SCORED_QUERIES)
+
     def scored_tokens(self, lengths: NDArray[np.int32]) -> NDArray[np.int64]:
-        """Leading tokens of each stream that were there when queries were scored."""
+        """Leading tokens of each stream that all its scored queries have seen."""
         held: NDArray[np.int64] = lengths.astype(np.int64)
         if isinstance(self.plan, FoldPlan) and self.plan.score_on:
             return held
-        since = self.length - len(self.req.origin_input_ids)
-        if isinstance(self.plan, FoldPlan):
-            assert self.plan.fold_at is not None
-            since = self.length - self.plan.fold_at
-        return held - max(0, since)
+        return held - max(0, self.length - self.score_from)
+
+    def next_stop(self, position: int) -> int | None:
+        """Where a chunk that begins at ``position`` has to end; None: anywhere."""
+        stop = self.plan.next_stop(position)
+        prompt = len(self.req.origin_input_ids)
+        if not isinstance(self.plan, FoldPlan) and self.scores and position < prompt:
+            # Computed again, its answer's queries are not to count as its prompt's last.
+            return prompt if stop is None else min(stop, prompt)
+        return stop
 
     def match_limit(self) -> int | None:
         """Tokens that may come from the prefix tree; None: no limit."""

@@ -30,9 +30,11 @@ class ScoreTable:
 
     def give(self, slot: int) -> None:
         self._free.append(slot)
+        if len(self._free) == len(self.values):
+            self.clear()  # one very long prompt must not leave every later slot as wide
 
     def clear(self) -> None:
-        self.values = self.values[:0].clone()
+        self.values = torch.zeros((0, *self.values.shape[1:3], 64))
         self._free = []
 
     def fit(self, tokens: int) -> None:

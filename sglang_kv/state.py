@@ -43,6 +43,8 @@ class Readers(Protocol):
 
     def idle_pages(self) -> int: ...
 
+    def pages_of_others(self, state: RequestState) -> int: ...
+
 
 @dataclass(frozen=True)
 class LedgerStats:
@@ -109,6 +111,7 @@ class PhysicalLedger:
         self.dropped = 0
         self.folds = 0
         self.evicted = 0  # stream-tokens that pressure took
+        self._freed = False
         self.pressure: Pressure | None = None
         self.tree: Readers | None = None
 
@@ -217,12 +220,11 @@ class PhysicalLedger:
 
     # -- dropping --
 
-    def after_prefill(self, reqs: Iterable[Any]) -> bool:
-        """A prefill was submitted: drop what its requests no longer need; True if pages freed.
+    def after_prefill(self, reqs: Iterable[Any]) -> None:
+        """A prefill was submitted: drop what its requests no longer need.
 
         Later work on the same stream may overwrite the pages; this forward still reads them.
         """
-        before = self.pool.num_free
         for req in reqs:
             state: RequestState | None = getattr(req, "sglang_kv", None)
             if state is None or state.row < 0:
@@ -232,7 +234,6 @@ class PhysicalLedger:
             if req.extend_end >= len(req.full_untruncated_fill_ids):
                 state.peak_pages = 0
                 self.prefilling.discard(state)
-        return self.pool.num_free > before
 
     def drop(self, state: RequestState, position: int) -> None:
         """Drop what no query from ``position`` on may see."""
@@ -284,10 +285,10 @@ class PhysicalLedger:
         if (target >= lengths).all():
             return
         kept = self.folder.choose(state, plan, lengths, target)
-        if plan.adaptive:
-            target = self.folder.counts(kept)
+        counts = self.folder.counts(kept) if plan.adaptive else None
+        target = target if counts is None else counts
         if plan.by_page:
-            self._keep_pages(state, self.folder.pages(kept), target)
+            self._keep_pages(state, self.folder.pages(kept))
         else:
             self._keep_tokens(state, kept, target)
         self.folder.carry(state, kept, target)
@@ -298,14 +299,14 @@ class PhysicalLedger:
         """Pressure takes whole pages of a request: ``kept`` as a fold by page has it."""
         desc = self.streams.desc[state.slot]
         lost = int((desc[:, :, KV_LEN] - target).sum())
-        self._keep_pages(state, self.folder.pages(kept), target)
+        self._keep_pages(state, self.folder.pages(kept))
         self.folder.carry(state, kept, target)
         desc[:, :, KV_LEN] = target
         state.evicted += lost
         self.evicted += lost
         self._count_dropped(state, lost)
 
-    def _keep_pages(self, state: RequestState, kept: Mask, target: Counts) -> None:
+    def _keep_pages(self, state: RequestState, kept: Mask) -> None:
         """Whole pages stay where they are. ``kept``: ``[layers, kv_heads, pages]``."""
         table = self.streams.table[state.slot]
         held = np.arange(table.shape[2]) < state.counts[..., None]
@@ -329,6 +330,7 @@ class PhysicalLedger:
         new = np.arange(table.shape[2]) < counts[..., None]
         source = table[old]
         if state.private:
+            assert (self.pool.refs[source] == 1).all(), "tokens would move within shared pages"
             destination, rest = table[new], table[old & ~new]
         else:
             destination, rest = self._take(state, int(counts.sum())), None
@@ -360,6 +362,12 @@ class PhysicalLedger:
     def _count_dropped(self, state: RequestState, tokens: int) -> None:
         state.dropped += tokens
         self.dropped += tokens
+        self._freed = True
+
+    def take_freed(self) -> bool:
+        """Whether anything was dropped since this was asked last."""
+        freed, self._freed = self._freed, False
+        return freed
 
     def _publishes(self, state: RequestState) -> bool:
         tree = self.tree

@@ -70,7 +70,8 @@ struct Csr {
   int64_t size(int64_t i) const { return indptr[i + 1] - indptr[i]; }
 };
 
-// Copies the kept tokens of each stream's source pages into its destination pages, from slot 0 on.
+// Copies the kept tokens of each stream's source pages into its destination pages, from slot 0 on, in
+// order: a stream whose tokens ascend may be compacted in place.
 // The caller has checked every index.
 inline void gather(const Streams& pool, int64_t num_streams, const Csr& src, const Csr& keep,
                    const Csr& dst, int num_threads) {
@@ -87,6 +88,7 @@ inline void gather(const Streams& pool, int64_t num_streams, const Csr& src, con
     for (int64_t j = 0; j < keep.size(i); ++j) {
       const char* from = address(src.list(i), tokens[j]);
       char* to = address(dst.list(i), j);
+      if (from == to) continue;  // compacted in place: nothing before it was dropped
       std::memcpy(to, from, row_bytes);
       std::memcpy(to + pool.kv_stride, from + pool.kv_stride, row_bytes);
     }

@@ -198,10 +198,10 @@ def check_value(key: str, value: Any, field: dataclasses.Field[Any]) -> None:
     elif "float" in str(field.type):
         check_float(key, value, meta.get("min", 0.0), meta.get("max"))
     else:
-        check_int(key, value, meta.get("min", 0))
+        check_int(key, value, meta.get("min", 0), meta.get("max"))
 
 
-def check_int(key: str, value: Any, minimum: int) -> None:
+def check_int(key: str, value: Any, minimum: int, maximum: int | None = None) -> None:
     # bool is an int to Python; a client that sends true means something else.
     if isinstance(value, bool) or not isinstance(value, int):
         raise PolicyError(
@@ -210,6 +210,8 @@ def check_int(key: str, value: Any, minimum: int) -> None:
         )
     if value < minimum:
         raise PolicyError(f"kv_compression.{key}: must be at least {minimum}, got {shorten(value)}")
+    if maximum is not None and value > maximum:
+        raise PolicyError(f"kv_compression.{key}: must be at most {maximum}, got {value}")
     # The kernels' tables hold int32.
     if value >= 2**31:
         raise PolicyError(f"kv_compression.{key}: must be less than 2**31, got {shorten(value)}")

@@ -125,9 +125,6 @@ class H2O(Compressor):
         size = geometry.page_size if by_page else None
         units = Units.of(heavy + recent, recent, fold_at, size, by_page)
         shape = (geometry.num_layers, geometry.num_kv_heads)
-        limit = heavy + recent
-        if by_page:  # in decode, too, the newest tokens may touch one page more than they fill
-            limit = max(limit, (-(-recent // geometry.page_size) + 1) * geometry.page_size)
         return FoldPlan.of(
             dataclasses.replace(self, heavy=heavy, recent=recent),
             geometry,
@@ -137,7 +134,8 @@ class H2O(Compressor):
             score_on=True,
             by_page=by_page,
             interval=self.interval,
-            limit=np.full(shape, limit, dtype=np.int64),
+            limit=heavy + recent,
+            recent=recent,
         )
 
     def choose(self, tokens: Candidates) -> Tensor:

@@ -21,6 +21,11 @@ Counts = NDArray[np.int64]
 Mask = NDArray[np.bool_]
 
 
+def touched_pages(recent: int, page_size: int) -> int:
+    """Most pages that the newest ``recent`` tokens of a stream can lie in."""
+    return -(-(recent - 1) // page_size) + 1 if recent > 0 else 0
+
+
 class Geometry(NamedTuple):
     """The streams of one request on this rank, and the gates of the model's heads."""
 
@@ -222,15 +227,36 @@ class FoldPlan(Plan):
         fold_at: int,
         kept: Counts,
         score_from: int,
+        limit: int | None = None,
+        recent: int = 0,
+        by_page: bool = False,
         **options: Any,
     ) -> Plan:
-        """The plan, or `Plan` itself where nothing is ever dropped."""
+        """The plan, or `Plan` itself where nothing is ever dropped.
+
+        ``limit`` is what later folds leave in each stream, ``recent`` the newest tokens that they
+        leave in any case; by page, both in whole pages.
+        """
         if geometry.sliding_layers:
             raise PolicyError(
                 f"kv_compression.method: {policy.name!r} needs full attention in every layer, and "
                 "this model has layers with a sliding window"
             )
-        plan = cls(geometry, fold_at, policy=policy, kept=kept, score_from=score_from, **options)
+        size, limits = geometry.page_size, None
+        if limit is not None:
+            if by_page:
+                limit = max(limit // size, touched_pages(recent, size)) * size
+            limits = np.full_like(kept, limit)
+        plan = cls(
+            geometry,
+            fold_at,
+            policy=policy,
+            kept=kept,
+            score_from=score_from,
+            limit=limits,
+            by_page=by_page,
+            **options,
+        )
         first = plan.first_drop
         if first is None:
             return Plan(geometry)
@@ -284,7 +310,7 @@ class FoldPlan(Plan):
         if not self.by_page:
             return np.minimum(self.limit, lengths)
         size = self.geometry.page_size
-        left: Counts = np.minimum(lengths, self.limit // size * size - -lengths % size)
+        left: Counts = np.minimum(lengths, self.limit - -lengths % size)
         return left
 
     def lengths(self, num_tokens: int) -> Counts:
@@ -311,9 +337,13 @@ class FoldPlan(Plan):
         if first is None or num_tokens < first:
             return self.pages(num_tokens) - matched * g.num_streams
         dense = (-(-first // g.page_size) - matched) * g.num_streams
+        if self.by_page and self.interval is None:
+            # What stays is the dense prompt's own.
+            return dense + self.pages(num_tokens) - self.pages(first)
+        if self.by_page:
+            # What later folds drop may be read by others, and is not counted as given back.
+            return dense + (-(-(num_tokens - first) // g.page_size) + 1) * g.num_streams
         private = self.pages(num_tokens)
-        if self.by_page:  # what stays is the dense prompt's own
-            private -= self.pages(first)
         if self.interval is not None:
             # Between two folds a stream is longer than what the later one leaves.
             private = max(private, (-(-self.interval // g.page_size) + 1) * g.num_streams)

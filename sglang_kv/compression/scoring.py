@@ -131,12 +131,14 @@ def adaptive_kept(
     kept = tokens.kept.clone()
     for layer, lengths in enumerate(tokens.lengths.tolist()):
         had = [-(-int(n) // size) for n in tokens.kept[layer]]
-        low = max(max(1, round(head_floor * min(had))), -(-recent // size) + by_page)
-        low = min(low, min(had))
+        held = -(-recent // size)  # pages that the newest tokens need anyway
+        if by_page:
+            held = max(-(-int(n) // size) - int(n - recent) // size for n in lengths)
+        low = min(max(1, round(head_floor * min(had)), held), min(had))
         total, spare = sum(had), sum(had) - low * len(had)
         won = max(1, sum(wins[layer]))
         shares = [low + spare * w / won for w in wins[layer]]
-        high = min(-(-int(n) // size) for n in lengths)
+        high = min(-(-int(n) // size) for n in lengths)  # at a prompt's fold they are all alike
         pages = largest_remainder(clamp_shares(shares, low, max(low, high)), total)
         for head, count in enumerate(pages):
             length = int(lengths[head])

@@ -61,7 +61,9 @@ class SnapKV(Compressor):
         default=128, metadata={"min": 2, "doc": "fewest tokens that keep_ratio comes to"}
     )
     window: int = field(default=32, metadata={"min": 1, "doc": "last queries that choose"})
-    kernel_size: int = field(default=5, metadata={"min": 1, "doc": "tokens pooled over; odd"})
+    kernel_size: int = field(
+        default=5, metadata={"min": 1, "max": 255, "doc": "tokens pooled over; odd"}
+    )
     pooling: str = field(
         default="avg", metadata={"choices": ("avg", "max"), "doc": "how: avg or max"}
     )
@@ -127,6 +129,12 @@ class SnapKV(Compressor):
                 f"cannot be {self.head_budgets!r}"
             )
 
+        if self.head_budgets != "equal" and self.decode_budget is not None:
+            raise PolicyError(
+                "kv_compression.decode_budget: gives every head the same, so head_budgets cannot "
+                f"be {self.head_budgets!r}"
+            )
+
     @property
     def min_kept(self) -> int | None:
         least = self.min_budget if self.budget is None else self.budget
@@ -141,7 +149,6 @@ class SnapKV(Compressor):
             assert self.keep_ratio is not None
             budget = max(int(self.keep_ratio * fold_at), self.min_budget)
         kept = self.kept(budget, fold_at, geometry)
-        limit = None if self.decode_budget is None else np.full_like(kept, self.decode_budget)
         return FoldPlan.of(
             self,
             geometry,
@@ -151,8 +158,9 @@ class SnapKV(Compressor):
             score_on=self.decode_budget is not None,
             by_page=self.granularity == "page",
             adaptive=self.head_budgets == "adaptive",
-            interval=None if limit is None else self.interval,
-            limit=limit,
+            interval=None if self.decode_budget is None else self.interval,
+            limit=self.decode_budget,
+            recent=self.window,
         )
 
     def kept(self, budget: int, fold_at: int, geometry: Geometry) -> Counts:

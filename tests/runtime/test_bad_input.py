@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from typing import Any
 
@@ -31,6 +33,14 @@ NOT_INTEGERS = (1.5, 256.0, True, "256", None, [256], {"tokens": 256}, 10**30)
 
 def streaming(**parameters: Any) -> dict[str, Any]:
     return {"method": "streamingllm", **parameters}
+
+
+def snapkv(**parameters: Any) -> dict[str, Any]:
+    return {"method": "snapkv", **parameters}
+
+
+def pyramidkv(**parameters: Any) -> dict[str, Any]:
+    return {"method": "pyramidkv", **parameters}
 
 
 @pytest.fixture(autouse=True)
@@ -68,22 +78,106 @@ BAD: list[tuple[Any, str]] = [
     # --kv-compression-min-keep 64
     (streaming(sinks=4, recent=59), "kv_compression: "),
     (streaming(budget=63), "kv_compression: "),
+    # One of each kind, for each method; tests/compression/test_bad_parameters.py has all of them.
+    (snapkv(budget=63), "kv_compression: "),
+    (snapkv(budget=128, keep_ratio=0.5), "kv_compression.budget: give either budget or keep_rat"),
+    (snapkv(kernel_size=4), "kv_compression.kernel_size: must be odd, got 4"),
+    (snapkv(window=128, budget=128), "kv_compression.budget: 128 leaves no token beside window"),
+    (snapkv(keep_ratio=-0.5), "kv_compression.keep_ratio: must be at least 0"),
+    (snapkv(keep_ratio=True), "kv_compression.keep_ratio: expected a number, got bool True"),
+    (snapkv(pooling=["avg"]), "kv_compression.pooling: must be one of avg, max, got ['avg']"),
+    (snapkv(share="layer", head_budgets="gates"), "kv_compression.share: 'layer' gives all heads"),
+    (pyramidkv(head_budgets="gates"), "kv_compression.head_budgets: 'gates' splits the whole"),
+    (pyramidkv(budget=128, delta=1000), "kv_compression.delta: 1000 leaves the last layer less"),
+    (pyramidkv(beta=0.9), "kv_compression.beta: must be at least 1"),
+    (pyramidkv(beta=10**30), "kv_compression.beta: must be less than 2**31"),
+    ({"method": "h2o", "budget": 128, "heavy": 64}, "kv_compression.budget: give either budget or"),
+    ({"method": "h2o", "interval": 0}, "kv_compression.interval: must be at least 1, got 0"),
+    ({"method": "h2o", "scores": "some"}, "kv_compression.scores: must be one of all, window, got"),
+    ({"method": "duoattention", "sparsity": 1.5}, "kv_compression.sparsity: must be at most 1"),
+    (
+        {"method": "duoattention", "sparsity": 0.5, "threshold": 0.5},
+        "kv_compression.threshold: give either sparsity or threshold",
+    ),
+    ({"method": "duoattention", "budget": 320}, "kv_compression.budget: unknown parameter"),
 ]
 
 
 @pytest.mark.parametrize(("policy", "message"), BAD, ids=[str(policy) for policy, _ in BAD])
 def test_generate_refuses(server: Server, policy: Any, message: str) -> None:
+    before = ledger(server)
     assert refusal(lambda: server.generate(CAPITAL, policy)).startswith(message)
+    assert ledger(server) == before
 
 
 @pytest.mark.parametrize(("policy", "message"), BAD, ids=[str(policy) for policy, _ in BAD])
 def test_chat_refuses(server: Server, policy: Any, message: str) -> None:
+    before = ledger(server)
     assert refusal(lambda: chat(server, CAPITAL, policy)).startswith(message)
+    assert ledger(server) == before
 
 
 def test_completions_refuse(server: Server) -> None:
     body = completion_body(CAPITAL, {"method": "no_such_method"})
     assert "kv_compression.method" in refusal(lambda: server.post("/v1/completions", body))
+
+
+def raw(server: Server, route: str, body: str) -> tuple[int, str]:
+    """What a body that is no JSON of Python's own making is answered with."""
+    request = urllib.request.Request(
+        server.url + route, body.encode(), {"Content-Type": "application/json"}
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e400", "-1e400", "9" * 5000])
+@pytest.mark.parametrize("key", ["budget", "keep_ratio", "head_floor", "beta"])
+def test_numbers_that_are_none(server: Server, key: str, number: str) -> None:
+    before = ledger(server)
+    custom = f'{{"kv_compression": {{"method": "pyramidkv", "{key}": {number}}}}}'
+    for route, body in {
+        "/generate": f'{{"text": "a", "sampling_params": {{"custom_params": {custom}}}}}',
+        "/v1/completions": f'{{"model": "m", "prompt": "a", "custom_params": {custom}}}',
+    }.items():
+        status, message = raw(server, route, body)
+        assert status in (400, 422), message
+        assert f"kv_compression.{key}: " in message or "JSON" in message.upper(), message
+    assert ledger(server) == before
+
+
+@pytest.mark.parametrize(
+    ("pressure", "message"),
+    [
+        ("evict", "kv_pressure: this server was started without --kv-pressure evict"),
+        ("drop", "kv_pressure: must be evict or retract, got 'drop'"),
+        ("", "kv_pressure: must be evict or retract, got ''"),
+        (True, "kv_pressure: must be evict or retract, got True"),
+        (1, "kv_pressure: must be evict or retract, got 1"),
+        (["retract"], "kv_pressure: must be evict or retract, got ['retract']"),
+        ({"evict": 1}, "kv_pressure: must be evict or retract, got {'evict': 1}"),
+        ("x" * 10_000, "kv_pressure: must be evict or retract, got 'xxx"),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+@pytest.mark.parametrize("policy", [None, STREAMING], ids=["default", "own policy"])
+def test_a_pressure_that_cannot_be_had(
+    server: Server, policy: Any, pressure: Any, message: str
+) -> None:
+    before = ledger(server)
+    custom = {"kv_pressure": pressure, **({} if policy is None else {"kv_compression": policy})}
+    for route, body in {
+        "/generate": {"text": CAPITAL, "sampling_params": {"custom_params": custom}},
+        "/v1/chat/completions": {**chat_body(CAPITAL), "custom_params": custom},
+        "/v1/completions": {**completion_body(CAPITAL), "custom_params": custom},
+    }.items():
+        said = refusal(lambda route=route, body=body: server.post(route, body))
+        assert said.startswith(message), route
+        assert len(said) < 300
+    assert ledger(server) == before
 
 
 @pytest.mark.parametrize("key", SIZES)

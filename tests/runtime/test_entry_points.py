@@ -99,12 +99,14 @@ import json, os, sys
 
 WINDOW = {"sinks": 4, "recent": 60}
 
-def reports(engine):
-    # Of a request that names no policy, and of one that asks for none.
+def reports(engine, *customs):
+    # Of a request that names no policy, of one that asks for none, and of others.
     params = {"max_new_tokens": 2, "temperature": 0}
-    asks = {**params, "custom_params": {"kv_compression": {"method": "none"}}}
     prompt = list(range(1000, 1400))
-    answers = [engine.generate(input_ids=prompt, sampling_params=p) for p in (params, asks)]
+    answers = [
+        engine.generate(input_ids=prompt, sampling_params={**params, "custom_params": custom})
+        for custom in (None, {"kv_compression": {"method": "none"}}, *customs)
+    ]
     engine.shutdown()
     return [answer["meta_info"].get("kv_compression") for answer in answers]
 
@@ -114,9 +116,14 @@ if __name__ == "__main__":
 
     common = {"model_path": sys.argv[1], "device": "cpu", "max_total_tokens": 3000}
     found = {}
-    found["ours"] = reports(
-        Engine(kv_compression="streamingllm", kv_compression_config=WINDOW, **common)
-    )
+    # Gates by which no head retrieves, unlike those that are shipped for the model.
+    with open("gates.json", "w") as file:
+        json.dump({"gates": [[0, 0, 0]] * 30}, file)
+    ours = {"kv_compression": "streamingllm", "kv_compression_config": WINDOW}
+    more = {"kv_gates": "gates.json", "kv_pressure": "evict"}
+    gated = {"method": "duoattention", "threshold": 0.5, **WINDOW}
+    custom = {"kv_compression": gated, "kv_pressure": "evict"}
+    found["ours"] = reports(Engine(**ours, **more, **common), custom)
     options = {"method": "streamingllm", "config": WINDOW, "override": "server"}
     os.environ["SGLANG_KV_OPTIONS"] = json.dumps(options)
     found["environment"] = reports(sglang.Engine(**common))
@@ -147,9 +154,10 @@ def engine_reports(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -
 
 @pytest.mark.server
 def test_our_engine_takes_the_options_as_arguments(engine_reports: Any) -> None:
-    default, chosen = engine_reports["ours"]
+    default, chosen, gated = engine_reports["ours"]
     assert (default["method"], default["kept_tokens"]) == ("streamingllm", 64)
     assert (chosen["method"], chosen["kept_tokens"]) == ("none", 401)
+    assert (gated["method"], gated["kept_tokens"]) == ("duoattention", 64)
 
 
 @pytest.mark.server

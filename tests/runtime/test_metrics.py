@@ -35,6 +35,7 @@ def ledger_stats(**changes: Any) -> LedgerStats:
         "requests_total": {"snapkv": 3},
         "dropped_tokens": 12.5,
         "folds": 2,
+        "evicted_tokens": 4.5,
     }
     return LedgerStats(**{**values, **changes})
 
@@ -119,6 +120,7 @@ def test_gauges_and_counters_carry_the_hosts_labels(
         "sglang_kv:running_requests": 2,
         "sglang_kv:requests_total": 3,
         "sglang_kv:tokens_dropped_total": 12.5,
+        "sglang_kv:tokens_evicted_total": 4.5,
         "sglang_kv:folds_total": 2,
     }
     value = registry.get_sample_value("sglang_kv:running_requests", {**LABELS, "policy": "snapkv"})

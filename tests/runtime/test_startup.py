@@ -3,6 +3,7 @@ wrong with compression, and a plugin that did not take."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -11,6 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from sglang_kv.compression import Geometry, PolicyError, parse_policy
+from sglang_kv.compression.gates import find_gates
+from sglang_kv.config import Options
+from sglang_kv.flags import add_flags, options_from_flags
+from sglang_kv.presets import PRESETS
 
 ON = ["--kv-compression", "streamingllm"]
 CONFIG = "--kv-compression-config"
@@ -35,6 +42,14 @@ BAD_FLAGS: dict[str, tuple[list[str], str]] = {
     "default below min-keep": (
         [*ON, CONFIG, '{"recent": 10}', "--kv-compression-min-keep", "64"],
         "keeps 14 tokens, below",
+    ),
+    "preset and method": ([*ON, "--kv-preset", "agent"], "--kv-preset: give either --kv-preset or"),
+    "gates file is missing": ([*ON, "--kv-gates", "no_such.json"], "no_such.json: no such file"),
+    "gates are no JSON": ([*ON, "--kv-gates", __file__], "test_startup.py: not JSON"),
+    "unknown pressure": ([*ON, "--kv-pressure", "drop"], "invalid choice: 'drop'"),
+    "pressure floor is no share": (
+        [*ON, "--kv-pressure", "evict", "--kv-pressure-floor", "nan"],
+        "--kv-pressure-floor: must be above 0 and at most 1, got nan",
     ),
     "virtual tokens are negative": ([*ON, "--kv-virtual-tokens", "-1"], "virtual-tokens: must not"),
 }
@@ -104,6 +119,10 @@ GOOD: dict[str, list[str]] = {
         *("--kv-compression-min-keep", "64", "--kv-compression-override", "server"),
         *("--kv-virtual-tokens", "100000", "--page-size", "32"),
     ],
+    "preset": [
+        *("--kv-preset", "document", CONFIG, '{"threshold": 0.3}'),
+        *("--kv-pressure", "evict", "--kv-pressure-floor", "1"),
+    ],
     "stock": [],
     "help": ["--help"],
 }
@@ -165,5 +184,182 @@ def test_help_tells_of_the_flags(starts: dict[str, tuple[int, str]]) -> None:
     text = starts["help"][1]
     for flag in ("", "-config", "-allow", "-min-keep", "-override"):
         assert f"\n  --kv-compression{flag} " in text
-    assert "\n  --kv-virtual-tokens " in text
+    for flag in ("virtual-tokens", "preset", "gates", "pressure", "pressure-floor"):
+        assert f"\n  --kv-{flag} " in text
     assert "streamingllm: attention sinks" in " ".join(text.split())
+
+
+# What the flags amount to ----------------------------------------------------------------------
+
+DEMO, OTHER = "models/SmolLM2-135M-Instruct", "models/another"
+
+
+def options(*argv: str, model: str = OTHER) -> Options:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model-path")
+    add_flags(parser)
+    return options_from_flags(parser.parse_args(["--model-path", model, *argv]))
+
+
+@pytest.fixture
+def gates_file(tmp_path: Path) -> str:
+    path = tmp_path / "gates.json"
+    path.write_text(json.dumps({"gates": [[0.25] * 3] * 30}))
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--kv-preset", "agent", CONFIG, '{"window": 4}'], "kv_compression.window: unknown"),
+        (["--kv-preset", "copy", CONFIG, '{"kernel_size": 4}'], "kv_compression.kernel_size: must"),
+        (["--kv-preset", "copy", CONFIG, '{"method": "h2o"}'], f"{CONFIG}: holds parameters only"),
+        (["--kv-preset", "copy", CONFIG, "[]"], f"{CONFIG}: expected a JSON object"),
+        (
+            ["--kv-preset", "agent", CONFIG, '{"budget": 10}', "--kv-compression-min-keep", "64"],
+            "kv_compression: StreamingLLM.* keeps 10 tokens, below",
+        ),
+        ([*ON, "--kv-gates", "FOLDER/ragged.json"], ".*ragged rows: layer 1 has 1 heads"),
+        ([*ON, "--kv-gates", "FOLDER/high.json"], r".*head 1: 1.5 is not in \[0, 1\]"),
+        ([*ON, "--kv-gates", "FOLDER"], ".*full_attention_heads.tsv: no such file"),
+        *(
+            ([*ON, "--kv-pressure-floor", floor], "--kv-pressure-floor: must be above 0 and at")
+            for floor in ("0", "2", "-0.5", "nan", "inf")
+        ),
+    ],
+)
+def test_flags_that_cannot_be_had(tmp_path: Path, argv: list[str], message: str) -> None:
+    (tmp_path / "ragged.json").write_text('{"gates": [[0, 1], [1]]}')
+    (tmp_path / "high.json").write_text('{"gates": [[0, 1.5]]}')
+    with pytest.raises(PolicyError, match=f"^{message}"):
+        options(*(word.replace("FOLDER", str(tmp_path)) for word in argv))
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--kv-preset", "no_such"],
+        ["--kv-pressure", "none"],
+        ["--kv-pressure-floor", "half"],
+        ["--kv-pressure-floor", ""],
+    ],
+)
+def test_flags_that_argparse_refuses(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        options(*argv)
+    assert f"argument {argv[0]}: invalid " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_is_a_policy(name: str, gates_file: str) -> None:
+    """With gates: those that are shipped, or the operator's. Either policy can be had."""
+    preset, gates = PRESETS[name], find_gates(DEMO, 30, 3)
+    assert gates is not None
+    found = options("--kv-preset", name).default_policy
+    assert found == parse_policy(preset.without_gates)
+    found.plan(1000, Geometry(30, 3, 16))
+    for given in (
+        options("--kv-preset", name, model=DEMO),
+        options("--kv-preset", name, "--kv-gates", gates_file),
+    ):
+        assert given.default_policy == parse_policy(preset.with_gates)
+        given.default_policy.plan(1000, Geometry(30, 3, 16, gates))
+    assert given.gates == gates_file
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "wanted"),
+    [
+        ("agent", {"budget": 512}, {"method": "streamingllm", "sinks": 4, "budget": 512}),
+        ("agent", {"sinks": 8}, {"method": "streamingllm", "sinks": 8, "budget": 4096}),
+        ("document", {"budget": 512}, {"method": "pyramidkv", "budget": 512}),
+        ("document", {"keep_ratio": 0.5}, {"method": "pyramidkv", "keep_ratio": 0.5}),
+        ("document", {"beta": 2}, {"method": "pyramidkv", "keep_ratio": 0.25, "beta": 2}),
+        (
+            "copy",
+            {"budget": 512, "window": 8},
+            {"method": "snapkv", "budget": 512, "window": 8, "kernel_size": 31},
+        ),
+    ],
+)
+def test_a_config_changes_a_preset(name: str, changes: Any, wanted: Any) -> None:
+    """A budget stands in place of the preset's share of the prompt, and the other way round."""
+    found = options("--kv-preset", name, CONFIG, json.dumps(changes))
+    assert found.default_policy == parse_policy(wanted)
+
+
+def test_recent_replaces_a_presets_budget() -> None:
+    found = options("--kv-preset", "agent", CONFIG, '{"recent": 100}').default_policy
+    assert found == parse_policy({"method": "streamingllm", "sinks": 4, "recent": 100})
+
+
+def test_a_threshold_replaces_a_presets_sparsity() -> None:
+    argv = ["--kv-preset", "document", CONFIG, '{"threshold": 0.7}']
+    assert options(*argv, model=DEMO).default_policy == parse_policy(
+        {"method": "duoattention", "threshold": 0.7}
+    )
+
+
+def test_pressure_is_sglangs_own_unless_told() -> None:
+    assert (options(*ON).pressure, options(*ON).pressure_floor) == ("retract", 0.25)
+    given = options(*ON, "--kv-pressure", "evict", "--kv-pressure-floor", "0.5")
+    assert (given.pressure, given.pressure_floor) == ("evict", 0.5)
+
+
+def test_gates_of_another_model_are_refused(tmp_path: Path) -> None:
+    """Once the model's shape is known, which its weights are not needed for."""
+    pytest.importorskip("sglang")
+    from sglang_kv.hooks import _gates as gates_of
+
+    class Config:
+        model_path, num_hidden_layers = DEMO, 30
+
+        def get_total_num_kv_heads(self) -> int:
+            return 3
+
+    config = Config()
+    assert gates_of(Options(), config) == find_gates(DEMO, 30, 3)
+    path = tmp_path / "gates.json"
+    path.write_text(json.dumps({"gates": [[0.5, 0.5]] * 24}))
+    with pytest.raises(PolicyError, match=r"^--kv-gates: .* 24 layers of 2 KV heads, .* 30 of 3$"):
+        gates_of(Options(gates=str(path)), config)
+    config.model_path = OTHER
+    assert gates_of(Options(), config) is None
+
+
+# Engine's arguments ----------------------------------------------------------------------------
+
+
+def test_an_engines_arguments_are_options(gates_file: str) -> None:
+    pytest.importorskip("sglang")
+    from sglang_kv.engine import ARGUMENTS, options_in_environment
+
+    given = {"kv_compression": "duoattention", "kv_gates": gates_file, "kv_pressure": "evict"}
+    with options_in_environment({ARGUMENTS[name]: value for name, value in given.items()}):
+        found = Options.from_env()
+    assert (found.method, found.gates, found.pressure) == ("duoattention", gates_file, "evict")
+    assert Options.from_env() == Options()
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"pressure": "drop"}, "--kv-pressure: expected evict or retract, got 'drop'"),
+        ({"pressure": None}, "--kv-pressure: expected evict or retract, got None"),
+        ({"pressure_floor": 0}, "--kv-pressure-floor: must be above 0"),
+        ({"pressure_floor": "0.5"}, "--kv-pressure-floor: must be above 0"),
+        ({"gates": "no_such.json"}, "--kv-gates: no_such.json: no such file"),
+    ],
+    ids=str,
+)
+def test_an_engines_bad_arguments(given: dict[str, Any], message: str) -> None:
+    """Refused in the caller's process, before anything is started."""
+    pytest.importorskip("sglang")
+    from sglang_kv.engine import options_in_environment
+
+    with (
+        pytest.raises(PolicyError, match=f"^{message}"),
+        options_in_environment({"method": "none", **given}),
+    ):
+        pass
+    assert Options.from_env() == Options()

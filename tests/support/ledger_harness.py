@@ -129,7 +129,7 @@ class Harness:
     def extend(self, req: Req, tokens: int) -> None:
         """One prefill chunk: allocate, forward, drop. It ends at the fold, as at admission."""
         end = min(req.prefix_len + tokens, len(req.full_untruncated_fill_ids))
-        stop = req.sglang_kv.plan.next_stop(req.prefix_len)
+        stop = req.sglang_kv.next_stop(req.prefix_len)
         self._alloc(req, end if stop is None else min(stop, end))
         self.ledger.after_prefill([req])
         self.check()

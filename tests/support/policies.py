@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import random
 from typing import Any
 
 from sglang_kv.compression import Compressor, PolicyError, parse_policy
@@ -16,7 +17,7 @@ SMALL: dict[str, Any] = {
     "kernel_size": 3,
     "sinks": 2,
     "recent": 9,
-    "heavy": 11,
+    "heavy": 12,
     "interval": 4,
     "min_budget": 24,
 }
@@ -24,7 +25,7 @@ SMALL: dict[str, Any] = {
 AMOUNTS = ("budget", "heavy", "recent")
 OTHERS: dict[str, list[Any]] = {
     "keep_ratio": [0.5],
-    "decode_budget": [16],
+    "decode_budget": [14, 6],
     "fold_at": [1, 30, 61],
     "threshold": [0.5],
     "delta": [20],
@@ -32,6 +33,27 @@ OTHERS: dict[str, list[Any]] = {
     "scores": ["window"],
     "norm": ["mean"],
 }
+#: What a random parameter is drawn from: integers between two bounds, or floats.
+RANGES: dict[str, tuple[Any, Any]] = {
+    "budget": (2, 300),
+    "heavy": (0, 150),
+    "recent": (1, 200),
+    "sinks": (0, 70),
+    "window": (1, 64),
+    "kernel_size": (1, 15),
+    "min_budget": (2, 150),
+    "keep_ratio": (0.0, 0.4),
+    "decode_budget": (2, 250),
+    "interval": (8, 64),
+    "fold_at": (20, 700),
+    "sparsity": (0.0, 1.0),
+    "threshold": (0.0, 1.0),
+    "head_floor": (0.0, 1.0),
+    "beta": (1.0, 40.0),
+    "delta": (0, 200),
+}
+#: Whose defaults would keep every prompt of a test.
+ALWAYS = ("budget", "heavy", "recent", "sinks")
 
 
 def variants(method: str) -> list[dict[str, Any]]:
@@ -58,6 +80,29 @@ def all_variants() -> list[Compressor]:
             with contextlib.suppress(PolicyError):  # some choices do not go together
                 found.append(parse_policy(spec))
     return found
+
+
+def random_policy(rng: random.Random) -> dict[str, Any]:
+    """A valid policy of any method but ``none``, any of its parameters set."""
+    method = rng.choice([name for name in methods() if name != "none"])
+    while True:
+        spec: dict[str, Any] = {"method": method}
+        for field in dataclasses.fields(methods()[method]):
+            if rng.random() < (0.8 if field.name in ALWAYS else 0.3):
+                spec[field.name] = _random_value(rng, field)
+        if "budget" in methods()[method].aliases and rng.random() < 0.2:
+            spec = {k: v for k, v in spec.items() if k not in AMOUNTS}
+            spec["budget"] = rng.randint(*RANGES["budget"])
+        with contextlib.suppress(PolicyError):  # they do not go together: once more
+            parse_policy(spec)
+            return spec
+
+
+def _random_value(rng: random.Random, field: dataclasses.Field[Any]) -> Any:
+    if choices := field.metadata.get("choices"):
+        return rng.choice(choices)
+    low, high = RANGES[field.name]
+    return rng.uniform(low, high) if isinstance(low, float) else rng.randint(low, high)
 
 
 def full_budget(method: str) -> Compressor:

@@ -1,98 +1,68 @@
-"""Random traffic for a live server, what must come back, and what must be left behind."""
+"""Random traffic for a live server: what is sent, the same for the same seed."""
 
 from __future__ import annotations
 
-import contextlib
-import http.client
-import json
 import random
-import threading
-import time
-from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-import pytest
+from policies import random_policy
 
-from sglang_kv.benchmarks.server import HTTPError, Server, generate_body
-from sglang_kv.compression import parse_policy
+from sglang_kv.benchmarks.server import generate_body
+from sglang_kv.compression import Geometry, Plan, parse_policy
+from sglang_kv.compression.gates import find_gates
 
-REQUESTS = 500
-CLIENTS = 24
-POOL, CONTEXT = 1376, 2048
-FLAGS = [
-    *("--kv-compression", "none", "--dtype", "float32", "--enable-metrics"),
-    *("--max-total-tokens", str(POOL), "--context-length", str(CONTEXT)),
-    *("--chunked-prefill-size", "256", "--max-running-requests", "16"),
-]
-ENV = {
-    "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
-    "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",
-    "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1",
-    # Room to decode is left for so many tokens of each answer; with so few, it must retract.
-    "SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION": "2",
-    # Seconds until a client that has gone is noticed while it waits.
-    "SGLANG_REQUEST_STATE_WAIT_TIMEOUT": "1",
-}
+POOL, CONTEXT, CHUNK = 1376, 2048, 256
 NONE: dict[str, Any] = {"method": "none"}
-POLICIES: list[dict[str, Any]] = [
-    NONE,
+#: Of requests whose answers are known from a quiet server.
+PROBED: list[dict[str, Any]] = [
     {"method": "streamingllm", "sinks": 4, "recent": 60},
-    {"method": "streamingllm", "sinks": 0, "recent": 17},
-    {"method": "streamingllm", "sinks": 20, "recent": 200},
-    {"method": "streamingllm", "budget": 33},
-    {"method": "streamingllm", "sinks": 4, "recent": 40, "fold_at": 150},
-    {"method": "streamingllm"},
+    {"method": "snapkv", "budget": 100, "granularity": "page", "decode_budget": 64, "interval": 8},
+    {"method": "duoattention", "sinks": 4, "recent": 60},
+    {"method": "pyramidkv", "budget": 60, "window": 16},
+    {"method": "h2o", "budget": 90},
+    {"method": "snapkv", "keep_ratio": 0.2, "min_budget": 40, "head_budgets": "gates"},
 ]
-#: Logprobs of fp32 differ by this much between batch shapes, at most.
-NOISE = 1e-3
-
-# Checks of our own, inside the server: a plugin of SGLang beside the one under test.
-CHECKER = """
-from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-
-def register():
-    HookRegistry.register(
-        "sglang.srt.managers.scheduler_components.invariant_checker"
-        ".SchedulerInvariantChecker.self_check_during_busy",
-        check_step,
-        HookType.AFTER,
-    )
-
-
-def check_step(_result, _checker):
-    from sglang_kv import runtime
-
-    ledger = runtime.current().ledger
-    ledger.check()
-    if not ledger.tree.disable:
-        ledger.tree.check()
-    for state in ledger.rows.values():
-        assert state.row >= 0
-        assert state.held_pages == state.num_pages * ledger.num_streams
+#: Policies, or other mistakes, and a piece of the answer.
+REFUSED: list[tuple[Any, str]] = [
+    ({"method": "bogus"}, "kv_compression.method: unknown method 'bogus'"),
+    ({}, "kv_compression.method: missing"),
+    (7, "kv_compression: expected an object"),
+    ({"method": "none", "recent": 5}, "kv_compression.recent: unknown parameter"),
+    ({"method": "streamingllm", "recnt": 5}, "kv_compression.recnt: unknown parameter"),
+    ({"method": "streamingllm", "recent": 0}, "kv_compression.recent: must be at least 1"),
+    ({"method": "streamingllm", "recent": True}, "kv_compression.recent: expected an integer"),
+    ({"method": "streamingllm", "sinks": -1}, "kv_compression.sinks: must be at least 0"),
+    ({"method": "streamingllm", "budget": 4}, "kv_compression.budget: 4 leaves no recent"),
+    ({"method": "streamingllm", "budget": 9, "recent": 4}, "kv_compression.budget: give either"),
+    ({"method": "snapkv", "kernel_size": 4}, "kv_compression.kernel_size: must be odd"),
+    ({"method": "snapkv", "budget": 32}, "kv_compression.budget: 32 leaves no token"),
+    ({"method": "pyramidkv", "beta": 0.5}, "kv_compression.beta: must be at least 1"),
+    ({"method": "h2o", "budget": 9, "heavy": 4}, "kv_compression.budget: give either"),
+    ({"method": "duoattention", "sparsity": 2}, "kv_compression.sparsity: must be at most 1"),
+    ("no such pressure", "kv_pressure: must be evict or retract, got 'drop'"),
+    (None, "temperature"),
+    ("never fits", "input_ids: the prompt of"),
+    ("too long", "context length"),
+]
+GEOMETRY = Geometry(30, 3, 16, find_gates("SmolLM2-135M-Instruct", 30, 3))
 
 
-print("step checks installed", flush=True)
-"""
+def plan_of(policy: dict[str, Any], prompt_tokens: int) -> Plan:
+    """What the server does with such a request."""
+    return parse_policy(policy).plan(prompt_tokens, GEOMETRY)
 
 
-def install_checker(folder: Path) -> dict[str, str]:
-    """Write the checks as an installed package; returns the environment that finds it."""
-    info = folder / "step_checks-0.dist-info"
-    info.mkdir(parents=True)
-    (folder / "step_checks.py").write_text(CHECKER)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: step-checks\nVersion: 0\n")
-    (info / "entry_points.txt").write_text(
-        "[sglang.srt.plugins]\nstep_checks = step_checks:register\n"
-    )
-    return {"PYTHONPATH": str(folder)}
-
-
-# What is sent ------------------------------------------------------------------------------------
+def fits(policy: dict[str, Any]) -> bool:
+    """Whether no prompt of the traffic is too much for the pool with this policy."""
+    for length in (40, 200, 400, 600, 700, 800, 900):
+        plan = plan_of(policy, length)
+        published = (plan.dense_prefix or 0) // GEOMETRY.page_size
+        peak = plan.peak_pages(length + 1, CHUNK, published=published)
+        if peak > POOL // GEOMETRY.page_size * GEOMETRY.num_streams:
+            return False
+    return True
 
 
 @dataclass
@@ -125,14 +95,17 @@ class Traffic:
     def probe(self, index: int) -> dict[str, Any]:
         """Half of them compressed; lengths around pages, chunks and windows."""
         length = [33, 700, 128, 300, 16, 257, 90, 512, 610, 45, 256, 400][index]
-        return generate_body(
+        body = generate_body(
             self.passage(length),
-            POLICIES[1 + index // 2] if index % 2 else NONE,
+            PROBED[index // 2] if index % 2 else NONE,
             max_new_tokens=self.rng.randint(16, 32),
             ignore_eos=True,
             return_logprob=True,
             top_logprobs_num=2,
         )
+        # What it keeps must not depend on its neighbours.
+        body["sampling_params"]["custom_params"]["kv_pressure"] = "retract"
+        return body
 
     def prompt(self, longest: int = 900) -> list[int]:
         rng = self.rng
@@ -143,7 +116,18 @@ class Traffic:
         return rng.choice(self.stems)[:shared] + self.passage(length - shared)
 
     def policy(self) -> dict[str, Any]:
-        return NONE if self.rng.random() < 0.4 else self.rng.choice(POLICIES[1:])
+        if self.rng.random() < 0.3:
+            return NONE
+        while not fits(policy := random_policy(self.rng)):
+            pass
+        return policy
+
+    def pressed(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Some requests say what may happen to them when memory runs out."""
+        if self.rng.random() < 0.4:
+            custom = body.get("sampling_params", body)["custom_params"]
+            custom["kv_pressure"] = self.rng.choice(["retract", "retract", "evict"])
+        return body
 
     def new_tokens(self) -> int:
         rng = self.rng
@@ -151,7 +135,8 @@ class Traffic:
 
     def cases(self, count: int) -> list[Case]:
         kinds: dict[Callable[[], Case], int] = {
-            self.answer: 40,
+            self.answer: 34,
+            self.grows: 6,
             self.stream: 16,
             self.batch: 4,
             self.samples: 2,
@@ -182,12 +167,19 @@ class Traffic:
             options.update(return_logprob=True)
             if rng.random() < 0.7:
                 options["logprob_start_len"] = rng.randrange(len(prompt))
-        return Case(
-            kind, generate_body(prompt, policy, **options), "/generate", [policy], [len(prompt)]
-        )
+        body = self.pressed(generate_body(prompt, policy, **options))
+        return Case(kind, body, "/generate", [policy], [len(prompt)])
 
     def answer(self) -> Case:
         return self.generate("answer")
+
+    def grows(self) -> Case:
+        """A long answer to a long prompt that keeps everything: there pressure finds something."""
+        prompt = self.passage(self.rng.randint(250, 500))
+        body = generate_body(
+            prompt, NONE, max_new_tokens=self.rng.randint(60, 120), ignore_eos=True
+        )
+        return Case("answer", self.pressed(body), prompts=[len(prompt)])
 
     def stream(self) -> Case:
         return self.generate("stream")
@@ -215,7 +207,7 @@ class Traffic:
         policies = [self.policy() for _ in range(count)]
         prompts = [self.prompt(150) for _ in range(count)]
         bodies = [
-            generate_body(prompt, policy, max_new_tokens=self.new_tokens())
+            self.pressed(generate_body(prompt, policy, max_new_tokens=self.new_tokens()))
             for prompt, policy in zip(prompts, policies, strict=True)
         ]
         body = {
@@ -242,32 +234,14 @@ class Traffic:
             "custom_params": {"kv_compression": policy},
         }
         kind = self.rng.choice(["chat", "chat_stream"])
-        return Case(kind, body, "/v1/chat/completions", [policy])
+        if kind == "chat_stream":
+            body["stream_options"] = {"include_usage": True}
+        return Case(kind, self.pressed(body), "/v1/chat/completions", [policy])
 
     def refused(self) -> Case:
         """Bad parameters, and prompts that can never fit."""
         small = [1, 2, 3]
-        stream = "streamingllm"
-        policy, error = self.rng.choice(
-            [
-                ({"method": "bogus"}, "kv_compression.method: unknown method 'bogus'"),
-                ({}, "kv_compression.method: missing"),
-                (7, "kv_compression: expected an object"),
-                ({"method": stream, "recnt": 5}, "kv_compression.recnt: unknown parameter"),
-                ({"method": "none", "recent": 5}, "kv_compression.recent: unknown parameter"),
-                ({"method": stream, "recent": 0}, "kv_compression.recent: must be at least 1"),
-                ({"method": stream, "recent": True}, "kv_compression.recent: expected an integer"),
-                ({"method": stream, "sinks": -1}, "kv_compression.sinks: must be at least 0"),
-                ({"method": stream, "budget": 4}, "kv_compression.budget: 4 leaves no recent"),
-                (
-                    {"method": stream, "budget": 9, "recent": 4},
-                    "kv_compression.budget: give either",
-                ),
-                (None, "temperature"),
-                ("never fits", "input_ids: the prompt of"),
-                ("too long", "context length"),
-            ]
-        )
+        policy, error = self.rng.choice(REFUSED)
         options: dict[str, Any] = {"max_new_tokens": 4}
         if policy is None:
             options["temperature"] = -1.0
@@ -279,216 +253,8 @@ class Traffic:
             body = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
             body["custom_params"] = {"kv_compression": policy}
             return Case("refused", body, "/v1/chat/completions", error=error)
+        if policy == "no such pressure":
+            body = generate_body(small, NONE, **options)
+            body["sampling_params"]["custom_params"]["kv_pressure"] = "drop"
+            return Case("refused", body, error=error)
         return Case("refused", generate_body(small, policy, **options), error=error)
-
-
-# What must come back -----------------------------------------------------------------------------
-
-
-def check_report(report: dict[str, Any], policy: dict[str, Any]) -> None:
-    wanted = parse_policy(policy)
-    assert report["method"] == wanted.name, report
-    assert report["parameters"] == wanted.parameters, report
-    assert report["kept_tokens"] == wanted.kept_tokens(report["logical_tokens"]), report
-
-
-def check_answer(case: Case, answer: dict[str, Any], which: int = 0) -> None:
-    meta, body = answer["meta_info"], case.body
-    sampling = body["sampling_params"]
-    sampling = sampling[which] if isinstance(sampling, list) else sampling
-    assert meta["finish_reason"]["type"] in ("stop", "length"), meta["finish_reason"]
-    assert meta["prompt_tokens"] == case.prompts[which], meta
-    assert 1 <= meta["completion_tokens"] <= sampling["max_new_tokens"], meta
-    check_report(meta["kv_compression"], case.policies[which])
-    if body.get("return_logprob"):
-        assert len(meta["output_token_logprobs"]) == meta["completion_tokens"]
-    if "logprob_start_len" in body:
-        given = len(meta["input_token_logprobs"])
-        assert given == case.prompts[which] - body["logprob_start_len"], given
-
-
-def probe_difference(quiet: dict[str, Any], busy: dict[str, Any]) -> str | None:
-    """How an answer differs from what the same request got on a quiet server.
-
-    Greedy tokens may only part where the two best were as good as equal, and up to there all
-    logprobs agree within the noise of fp32.
-    """
-    before, after = quiet["meta_info"], busy["meta_info"]
-    pairs = zip(before["output_token_logprobs"], after["output_token_logprobs"], strict=True)
-    for position, ((logprob, token, _), (now, token_now, _)) in enumerate(pairs):
-        if token != token_now:
-            best, second = (entry[0] for entry in before["output_top_logprobs"][position][:2])
-            if best - second < NOISE:
-                return None
-            return f"token {position} is {token_now}, was {token} by {best - second:.4f}"
-        if abs(now - logprob) > NOISE:
-            return f"logprob of token {position} is {now:.5f}, was {logprob:.5f}"
-    return None
-
-
-@dataclass
-class Soak:
-    """Sends cases from many clients and gathers everything that was not as it must be."""
-
-    server: Server
-    quiet: list[dict[str, Any]]
-    problems: list[str] = field(default_factory=list)
-    seen: Counter[str] = field(default_factory=Counter)
-
-    def send_all(self, cases: list[Case]) -> None:
-        with ThreadPoolExecutor(CLIENTS) as clients:
-            list(clients.map(self.send, range(len(cases)), cases))
-
-    def send(self, number: int, case: Case) -> None:
-        try:
-            getattr(self, case.kind)(case)
-            self.seen[case.kind] += 1
-        except Exception as error:  # gathered: what the others do is worth knowing too
-            self.problems.append(f"request {number}, {case.kind}: {error!r} {case.policies}")
-
-    def answer(self, case: Case) -> None:
-        check_answer(case, self.server.post(case.path, case.body))
-
-    def stream(self, case: Case) -> None:
-        events = list(self.server.stream(case.path, case.body))
-        counts = [event["meta_info"]["completion_tokens"] for event in events]
-        assert counts == sorted(counts)
-        assert [e["meta_info"]["finish_reason"] is None for e in events[:-1]] == [True] * (
-            len(events) - 1
-        )
-        check_answer(case, events[-1])
-
-    def batch(self, case: Case) -> None:
-        answers = self.server.post(case.path, case.body)
-        assert len(answers) == len(case.prompts)
-        for which, answer in enumerate(answers):
-            check_answer(case, answer, which)
-
-    def chat(self, case: Case) -> None:
-        answer = self.server.post(case.path, case.body)
-        assert answer["choices"][0]["finish_reason"] in ("stop", "length")
-        check_report(answer["sglext"]["kv_compression"], case.policies[0])
-
-    def chat_stream(self, case: Case) -> None:
-        events = list(self.server.stream(case.path, case.body))
-        reports = [e["sglext"]["kv_compression"] for e in events if e.get("sglext")]
-        assert len(reports) == 1
-        check_report(reports[0], case.policies[0])
-
-    def refused(self, case: Case) -> None:
-        with pytest.raises(HTTPError) as refusal:
-            self.server.post(case.path, case.body)
-        assert refusal.value.status == 400, refusal.value
-        assert case.error in refusal.value.body, refusal.value
-
-    def probe(self, case: Case) -> None:
-        difference = probe_difference(
-            self.quiet[case.probe], self.server.post("/generate", case.body)
-        )
-        assert difference is None, f"probe {case.probe}: {difference}"
-
-    def hang_up(self, case: Case) -> None:
-        connection = http.client.HTTPConnection("127.0.0.1", self.server.port, timeout=300)
-        with contextlib.closing(connection):
-            connection.request(
-                "POST", case.path, json.dumps(case.body), {"Content-Type": "application/json"}
-            )
-            if not case.body["stream"] or case.patience < 1:
-                time.sleep(case.patience)
-                return
-            answer = connection.getresponse()
-            assert answer.status == 200
-            for _ in range(int(case.patience)):  # an event is a line and an empty line
-                answer.readline()
-                answer.readline()
-
-    def abort(self, case: Case) -> None:
-        timer = threading.Timer(case.patience, self.abort_now, [case.body["rid"]])
-        timer.start()
-        answer = self.server.post(case.path, case.body)
-        timer.join()
-        if answer["meta_info"]["finish_reason"]["type"] == "abort":
-            self.seen["aborted"] += 1
-
-    def abort_now(self, rid: str) -> None:
-        body = json.dumps({"rid": rid})
-        connection = http.client.HTTPConnection("127.0.0.1", self.server.port, timeout=300)
-        with contextlib.closing(connection):
-            connection.request("POST", "/abort_request", body, {"Content-Type": "application/json"})
-            assert connection.getresponse().status == 200
-
-
-def ledger_stats(server: Server) -> dict[str, Any]:
-    info = json.loads(server.get("/server_info"))
-    stats: dict[str, Any] = info["internal_states"][0]["kv_compression"]
-    return stats
-
-
-def wait_for(condition: Callable[[], bool], what: str, timeout_s: float = 60) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, f"still not after {timeout_s} s: {what}"
-        time.sleep(0.2)
-
-
-def flush(server: Server) -> None:
-    """Flush both ledgers; SGLang refuses that while anything runs or waits."""
-
-    def flushed() -> bool:
-        try:
-            server.get("/flush_cache")
-        except OSError:
-            return False
-        return True
-
-    wait_for(flushed, "flush the cache")
-
-
-def check_ledgers_are_empty(server: Server) -> None:
-    wait_for(lambda: not ledger_stats(server)["requests_by_policy"], "no request holds a row")
-    # All memory can be had at once: nothing is promised, and the tree gives back every page.
-    length = POOL - 2
-    answer = server.generate(list(range(1000, 1000 + length)), NONE, max_new_tokens=1)
-    assert answer["meta_info"]["completion_tokens"] == 1
-    flush(server)
-    stats = ledger_stats(server)
-    assert stats["used_pages"] == stats["evictable_pages"] == 0, stats
-    assert stats["free_pages"] == stats["total_pages"], stats
-    names = {
-        "sglang_kv:head_pages_used": 0,
-        "sglang_kv:head_pages_free": stats["total_pages"],
-        "sglang_kv:running_requests": 0,
-        "sglang:token_usage": 0,
-        "sglang:num_used_tokens": 0,
-        "sglang:num_running_reqs": 0,
-        "sglang:num_queue_reqs": 0,
-    }
-    wait_for(
-        lambda: all(server.metric(name) == value for name, value in names.items()),
-        f"metrics {names}",
-        timeout_s=10,
-    )
-
-
-def check_log(log: str) -> None:
-    lines = log.splitlines()
-    for word in ("Traceback", "leak detected", "AssertionError", "use-after-free", "due to OOM"):
-        at = next((i for i, line in enumerate(lines) if word in line), None)
-        assert at is None, "\n".join(lines[at - 5 : at + 40])
-
-
-def soak(server: Server, traffic: Traffic, requests: int = REQUESTS) -> Soak:
-    """All of it: quiet answers, traffic, and the end; raises at the first law broken."""
-    quiet = []
-    for probe in traffic.probes:
-        flush(server)
-        quiet.append(server.post("/generate", probe))
-    flush(server)
-    run = Soak(server, quiet)
-    run.send_all(traffic.cases(requests))
-    check_log(server.log)
-    assert server.alive
-    assert not run.problems, "\n".join(run.problems)
-    check_ledgers_are_empty(server)
-    check_log(server.log)
-    return run
