@@ -89,7 +89,7 @@ def flush(server: Server) -> None:
         assert answer.status == 200
 
 
-def eventually(holds: Callable[[], bool], timeout_s: float = 20) -> None:
+def eventually(holds: Callable[[], bool], timeout_s: float = 40) -> None:
     """Metrics follow the ledger with a delay."""
     deadline = time.monotonic() + timeout_s
     while not holds():
