@@ -65,6 +65,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=24)
     parser.add_argument("--prompt", type=int, default=500)
     parser.add_argument("--new-tokens", type=int, default=500)
+    parser.add_argument("--arms", default="room for all,retract,evict")
     parser.add_argument("--floor", type=float, default=0.25)
     args = parser.parse_args()
     wanted = args.requests * (args.prompt + args.new_tokens)
@@ -73,7 +74,7 @@ def main() -> None:
     flags += ["--kv-compression", "none", "--disable-radix-cache"]
     reference: Answers | None = None
     seconds: dict[str, float] = {}
-    for arm in ("room for all", "retract", "evict"):
+    for arm in args.arms.split(","):
         pool = wanted + 2048 if arm == "room for all" else wanted // 3
         extra = ["--max-total-tokens", str(pool)]
         if arm == "evict":

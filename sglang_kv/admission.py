@@ -32,6 +32,8 @@ def gated_adder(base: Any, ledger: PhysicalLedger) -> type[PrefillAdder]:
             self._growth = sum(self._running_growth(req) for req in running)
 
         def _running_growth(self, req: Any) -> int:
+            if ledger.pressure is not None and req.sglang_kv.scores_for_pressure:
+                return 0  # room to decode is made when it is needed
             left = self._get_running_request_total_token_offset(req)
             return growth_pages(ledger, req.sglang_kv, max(0, int(left)))
 
@@ -107,6 +109,8 @@ def gated_adder(base: Any, ledger: PhysicalLedger) -> type[PrefillAdder]:
             state: RequestState = req.sglang_kv
             tokens, held = len(req.full_untruncated_fill_ids), req.prefix_len // ledger.page_size
             peak = _peak_pages(ledger, state, tokens, held)
+            if ledger.pressure is not None and state.scores_for_pressure:
+                return peak, 0
             left = max(req.sampling_params.max_new_tokens - len(req.output_ids), 0)
             end = state.plan.pages(tokens + min(left, CLIP_MAX_NEW_TOKENS))
             return peak, max(0, end - held * ledger.num_streams - peak)
