@@ -29,38 +29,106 @@ def newest(name: str) -> dict[str, dict[str, Any]]:
     return arms
 
 
-NAMES = {
-    "stock": "stock SGLang (`torch_native`)",
-    "none": "sglang-kv, `none`",
-    "streamingllm": "sglang-kv, `streamingllm` (4 + 1,020)",
+#: Arms of the headline as the speed benchmark calls them: what the reader sees, and the needle arm.
+ARMS = {
+    "stock": ("stock SGLang (`torch_native`)", ""),
+    "none": ("sglang-kv, `none`", "none"),
+    "snapkv 1/4": ("`snapkv`, 1/4 kept", "snapkv 0.25"),
+    "pyramidkv 1/4": ("`pyramidkv`, 1/4 kept", "pyramidkv 0.25"),
+    "h2o 1/4": ("`h2o`, 1/4 kept", "h2o 0.25"),
+    "streamingllm 1/4": ("`streamingllm`, 4 + 996", "streamingllm 0.25"),
+    "duoattention 0.5": ("`duoattention`, half the heads", "duoattention 0.5"),
+    "copy 1/4": ("preset `copy`, 1/4 kept", "copy 0.25"),
 }
 
 
 def headline() -> str:
-    speed, room = newest("decode_speed"), newest("concurrency")
-    if not speed or not room:
+    speed, needles = newest("decode_speed"), newest("quality")
+    if not speed:
         return "(no results recorded yet)"
-    first = next(iter(speed.values()))
-    pool = next(iter(room.values()))
+    first = speed["stock"]
     lines = [
         f"| | decode, {first['batch']} x {first['context']:,} tokens | beside stock | prefill | "
-        f"{pool['context']:,}-token requests at once in {pool['pool_tokens']:,} tokens of memory |",
+        "7-digit needles, of the full cache's |",
         "|---|---|---|---|---|",
     ]
-    for arm, row in speed.items():
-        # Stock has the same one page per token that `none` has.
-        fits = room.get(arm, room["none"])["running_at_once"] if arm != "stock" else "-"
+    for arm, (name, needle) in ARMS.items():
+        row = speed[arm]
         lines.append(
-            f"| {NAMES[arm]} | {row['decode_tok_s']:.0f} tok/s | {row['ratio_to_first_arm']:.1f}x "
-            f"| {row['prefill_tok_s']:,.0f} tok/s | {fits} |"
+            f"| {name} | {row['decode_tok_s']:.0f} tok/s | {row['ratio_to_first_arm']:.1f}x "
+            f"| {row['prefill_tok_s']:,.0f} tok/s | {_found(needles.get(needle))} |"
         )
     env = first["environment"]
     lines += [
         "",
         f"SmolLM2-135M-Instruct in bf16 on {env['cores']} cores of an {env['cpu']} without AMX, "
         f"sglang {env['versions']['sglang']}, commit {env['commit']}, {env['date'][:10]}; the same "
-        "flags in every row. `benchmarks/decode_speed.py`, `benchmarks/concurrency.py`.",
+        "flags in every row. Needles at 2K and 4K, the question in the prompt. "
+        "`benchmarks/decode_speed.py`, `benchmarks/quality.py`; more in "
+        "[docs/METHODS.md](docs/METHODS.md#what-it-costs-in-quality).",
     ]
+    return "\n".join(lines)
+
+
+def _found(row: dict[str, Any] | None, kind: str = "number", column: str = "aware") -> str:
+    for cell in row["summary"] if row else ():
+        if (cell["kind"], cell["column"]) == (kind, column):
+            return f"{cell['kept']}/{cell['full_hits']}"
+    return "-"
+
+
+def room() -> str:
+    """Requests at once in one pool, measured beside the arithmetic."""
+    rows = [row for row in newest("concurrency").values() if "new_tokens" in row]
+    if not rows:
+        return "(no results recorded yet)"
+    first = rows[0]
+    lines = [
+        f"| {first['context']:,}-token prompts, {first['new_tokens']} new tokens, memory for "
+        f"{first['pool_tokens']:,} tokens | at once | by the arithmetic |",
+        "|---|---|---|",
+    ]
+    lines += [f"| {r['arm']} | {r['running_at_once']} | {r['predicted']} |" for r in rows]
+    return "\n".join(lines)
+
+
+def needles() -> str:
+    """Needles found, of those that the full cache finds."""
+    rows = newest("quality")
+    if not rows:
+        return "(no results recorded yet)"
+    kinds = ("number", "word", "long")
+    seen = [f"{kind}, question {q}" for kind in kinds for q in ("seen", "not seen")]
+    lines = [f"| arm | memory | {' | '.join(seen)} |", "|---|---|" + "---|" * len(seen)]
+    for arm, row in rows.items():
+        cells = [_found(row, kind, column) for kind in kinds for column in ("aware", "agnostic")]
+        lines.append(f"| {arm} | {row['memory']:.2f} | {' | '.join(cells)} |")
+    settings = next(iter(rows.values()))["settings"]
+    lengths = " and ".join(f"{n:,}" for n in settings["lengths"])
+    lines += [
+        "",
+        f"Prompts of {lengths} tokens, {settings['samples']} samples at each of "
+        f"{len(settings['depths'])} depths: only large differences mean anything.",
+    ]
+    return "\n".join(lines)
+
+
+def pressure() -> str:
+    """Evict or retract, in a pool of a third of what is wanted."""
+    rows = newest("pressure")
+    if not rows:
+        return "(no results recorded yet)"
+    lines = [
+        "| | output | beside retract | answer as with room for all, until |",
+        "|---|---|---|---|",
+    ]
+    for arm, row in rows.items():
+        ratio = f"{row['ratio_to_retract']:.2f}x" if row["ratio_to_retract"] else "-"
+        same = f"{row['same_answer_until']:.0%} of it"
+        lines.append(
+            f"| {arm} ({row['pool_tokens']:,} tokens) | {row['output_tok_s']:.0f} tok/s "
+            f"| {ratio} | {same} |"
+        )
     return "\n".join(lines)
 
 
@@ -73,11 +141,14 @@ SECTIONS = {
     "methods": methods,
     "parameters": cli.parameter_tables,
     "presets": cli.preset_table,
+    "needles": needles,
+    "room": room,
+    "pressure": pressure,
 }
 #: Where each section stands.
 DOCUMENTS = {
     "README.md": ("headline", "methods"),
-    "docs/METHODS.md": ("methods", "parameters", "presets"),
+    "docs/METHODS.md": ("methods", "parameters", "presets", "needles", "room", "pressure"),
 }
 
 

@@ -62,6 +62,10 @@ class Options:
         if self.method is None:
             if self.config:
                 raise PolicyError("--kv-compression-config needs --kv-compression METHOD")
+            if self.gates is not None:
+                raise PolicyError("--kv-gates needs --kv-compression METHOD")
+            if self.pressure == "evict":
+                raise PolicyError("--kv-pressure needs --kv-compression METHOD")
         else:
             if "method" in (self.config or {}):
                 raise PolicyError(

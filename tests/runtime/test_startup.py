@@ -322,7 +322,7 @@ def test_gates_of_another_model_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "gates.json"
     path.write_text(json.dumps({"gates": [[0.5, 0.5]] * 24}))
     with pytest.raises(PolicyError, match=r"^--kv-gates: .* 24 layers of 2 KV heads, .* 30 of 3$"):
-        gates_of(Options(gates=str(path)), config)
+        gates_of(Options(method="none", gates=str(path)), config)
     config.model_path = OTHER
     assert gates_of(Options(), config) is None
 
