@@ -31,7 +31,6 @@ class RequestState:
         self.overridden = overridden
         self.evictable = evictable  # may give up pages under pressure
         self.counted = False
-        self.dropped = 0  # stream-tokens dropped, over all its lives
         self.reader_node: Any | None = None
         shape = (plan.geometry.num_layers, plan.geometry.num_kv_heads)
         self.counts: NDArray[np.int64] = np.zeros(shape, dtype=np.int64)

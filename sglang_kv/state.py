@@ -275,7 +275,7 @@ class PhysicalLedger:
         desc[windowed, GAP] += drop * size
         desc[windowed, KV_LEN] -= drop * size
         state.counts[windowed] -= drop
-        self._count_dropped(state, drop * size * len(pages))
+        self._count_dropped(drop * size * len(pages))
 
     def _fold(self, state: RequestState, plan: FoldPlan, position: int) -> None:
         """Cut the streams to what the plan's policy chooses."""
@@ -293,7 +293,7 @@ class PhysicalLedger:
             self._keep_tokens(state, kept, target)
         self.folder.carry(state, kept, target)
         desc[:, :, KV_LEN] = target
-        self._count_dropped(state, int((lengths - target).sum()))
+        self._count_dropped(int((lengths - target).sum()))
 
     def evict(self, state: RequestState, kept: Any, target: Counts) -> None:
         """Pressure takes whole pages of a request: ``kept`` as a fold by page has it."""
@@ -304,7 +304,7 @@ class PhysicalLedger:
         desc[:, :, KV_LEN] = target
         state.evicted += lost
         self.evicted += lost
-        self._count_dropped(state, lost)
+        self._count_dropped(lost)
 
     def _keep_pages(self, state: RequestState, kept: Mask) -> None:
         """Whole pages stay where they are. ``kept``: ``[layers, kv_heads, pages]``."""
@@ -359,8 +359,7 @@ class PhysicalLedger:
         if not state.owes_pages:
             self._forget_reader(state)
 
-    def _count_dropped(self, state: RequestState, tokens: int) -> None:
-        state.dropped += tokens
+    def _count_dropped(self, tokens: int) -> None:
         self.dropped += tokens
         self._freed = True
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import pkgutil
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -49,7 +50,7 @@ class Candidates(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Compressor:
+class Compressor(ABC):
     """A method and its parameters: frozen, so its repr is its identity in logs and keys.
 
     What it does to one request, in positions and counts, is its `Plan`; which tokens it keeps
@@ -86,20 +87,20 @@ class Compressor:
         policy.validate()
         return policy
 
-    def validate(self) -> None:
+    def validate(self) -> None:  # noqa: B027  # most methods have nothing to add
         """Raise `PolicyError` if parameters that are each valid do not go together."""
 
     @property
     def parameters(self) -> dict[str, Any]:
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
 
+    @abstractmethod
     def plan(self, prompt_tokens: int, geometry: Geometry) -> Plan:
         """What this policy does to a request with such a prompt.
 
         Raises:
             PolicyError: it cannot be had for this request or model.
         """
-        raise NotImplementedError
 
     def choose(self, tokens: Candidates) -> Tensor:
         """Which tokens stay, for a `FoldPlan`: bool ``[layers, kv_heads, tokens]``, of which

@@ -7,6 +7,7 @@ and the model's shape, never on scores, so that memory is accounted for before a
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -113,11 +114,6 @@ class Plan:
     #: Tokens that may come from the prefix tree; None: no limit.
     match_limit: int | None = None
 
-    @property
-    def drops(self) -> bool:
-        """Whether anything is ever dropped."""
-        return False
-
     def pages(self, num_tokens: int) -> int:
         """Head pages between two steps, with ``num_tokens`` computed, over all streams."""
         return -(-num_tokens // self.geometry.page_size) * self.geometry.num_streams
@@ -156,10 +152,6 @@ class WindowPlan(Plan):
     windowed: Mask | None = None
     #: The first forward attends densely in all streams.
     dense_first_chunk: bool = False
-
-    @property
-    def drops(self) -> bool:
-        return self.num_windowed > 0
 
     @property
     def num_windowed(self) -> int:
@@ -264,10 +256,6 @@ class FoldPlan(Plan):
         return replace(plan, dense_prefix=first, match_limit=min(score_from, first - 1))
 
     @property
-    def drops(self) -> bool:
-        return True
-
-    @property
     def folds_prompt(self) -> bool:
         """Whether ``fold_at`` itself drops anything."""
         assert self.kept is not None and self.fold_at is not None  # noqa: PT018
@@ -281,7 +269,7 @@ class FoldPlan(Plan):
         past = position - self.fold_at
         return self.interval is not None and past > 0 and past % self.interval == 0
 
-    @property
+    @cached_property
     def first_drop(self) -> int | None:
         """First position at which anything is dropped; None: never."""
         assert self.kept is not None and self.fold_at is not None  # noqa: PT018
