@@ -364,7 +364,7 @@ class PhysicalLedger:
         self._freed = True
 
     def take_freed(self) -> bool:
-        """Whether anything was dropped since this was asked last."""
+        """Whether memory has come free, for an admission that failed to be tried again."""
         freed, self._freed = self._freed, False
         return freed
 
@@ -376,6 +376,7 @@ class PhysicalLedger:
         """The tree has taken what it may: a private request reads the tree's pages no more."""
         state.awaiting_checkpoint = False
         if state.private:
+            self._freed |= state.owes_pages  # the tree may empty them from now on
             state.owes_pages = False
             self._forget_reader(state)
 

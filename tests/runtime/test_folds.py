@@ -161,6 +161,26 @@ def test_a_fold_frees_published_pages_when_memory_is_wanted() -> None:
     h.check_empty()
 
 
+def test_a_failed_admission_is_tried_again_when_memory_comes_free() -> None:
+    """At the fold; when the tree takes the dense prompt over, which it may empty; in decode."""
+    h = Harness(page_size=4, pool_tokens=2048)
+    req = Req(list(range(100)), parse_policy({"method": "snapkv", "budget": 20, "window": 5}))
+    h.admit(req)
+    h.extend(req, 100)
+    assert h.ledger.take_freed()
+    assert h.tree.idle_pages() == 0
+    h.checkpoint(req)
+    assert h.tree.idle_pages() > 0
+    assert h.ledger.take_freed()
+    h.decode(req, 1)
+    assert not h.ledger.take_freed()
+    req = prefill(h, 40, {"method": "h2o", "recent": 8, "heavy": 8, "interval": 2}, chunk=200)
+    h.ledger.take_freed()
+    for token in range(3):
+        h.decode(req, token)
+    assert h.ledger.take_freed()
+
+
 @pytest.mark.parametrize("granularity", ["token", "page"])
 def test_the_models_budget_goes_to_heads_by_their_gates(granularity: str) -> None:
     h = Harness(page_size=4, pool_tokens=8192, virtual_tokens=8192)
