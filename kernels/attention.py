@@ -16,6 +16,7 @@ def decode(
     layer: int,
     *,
     sm_scale: float,
+    sink_q: Tensor | None = ...,
     logits_soft_cap: float = ...,
     layer_window_left: int = ...,
     out: Tensor | None = ...,
@@ -30,6 +31,7 @@ def decode(
     layer: int,
     *,
     sm_scale: float,
+    sink_q: Tensor | None = ...,
     logits_soft_cap: float = ...,
     layer_window_left: int = ...,
     out: Tensor | None = ...,
@@ -43,6 +45,7 @@ def decode(
     layer: int,
     *,
     sm_scale: float,
+    sink_q: Tensor | None = None,
     logits_soft_cap: float = 0.0,
     layer_window_left: int = -1,
     out: Tensor | None = None,
@@ -54,6 +57,9 @@ def decode(
     - `layer`: which layer's streams
     - `sm_scale`: multiplies scores, before `logits_soft_cap * tanh(score / logits_soft_cap)` if
       `logits_soft_cap` > 0
+    - `sink_q`: the queries as sinks are scored with them, where a query's sinks and its window lie
+      apart; as `q`, which is the default. StreamingLLM's positions in the cache are this: sinks
+      see a query rotated to where it would stand if nothing lay between them and the window
     - `layer_window_left`: the layer's own sliding window, -1 for none; it bounds sinks as well
     - `out`: bf16 or fp32, the shape of `q`; by default a new tensor with the dtype of `q`
 
@@ -68,6 +74,7 @@ def decode(
     lse = q.new_empty(q.shape[:2], dtype=torch.float32) if return_lse else None
     load_kernels().decode(
         q,
+        sink_q,
         out,
         lse,
         streams.pages,
@@ -91,6 +98,7 @@ def extend(
     layer: int,
     *,
     sm_scale: float,
+    sink_q: Tensor | None = ...,
     logits_soft_cap: float = ...,
     layer_window_left: int = ...,
     out: Tensor | None = ...,
@@ -106,6 +114,7 @@ def extend(
     layer: int,
     *,
     sm_scale: float,
+    sink_q: Tensor | None = ...,
     logits_soft_cap: float = ...,
     layer_window_left: int = ...,
     out: Tensor | None = ...,
@@ -120,6 +129,7 @@ def extend(
     layer: int,
     *,
     sm_scale: float,
+    sink_q: Tensor | None = None,
     logits_soft_cap: float = 0.0,
     layer_window_left: int = -1,
     out: Tensor | None = None,
@@ -139,6 +149,7 @@ def extend(
     lse = q.new_empty(q.shape[:2], dtype=torch.float32) if return_lse else None
     load_kernels().extend(
         q,
+        sink_q,
         qo_indptr,
         out,
         lse,
@@ -166,8 +177,8 @@ def visible_ranges(
 ) -> tuple[range, range]:
     """The token indices that the query at token index `index` of a stream sees.
 
-    Two disjoint ascending ranges, sinks and window; where they touch, the first is empty and the
-    second holds both. This is the function that the kernels use.
+    Two disjoint ascending ranges, sinks and window; where no position lies between them, the first
+    is empty and the second holds both. This is the function that the kernels use.
     """
     ends = load_kernels().visible_ranges(
         index, gap, num_sinks, window_left, page_size, layer_window_left

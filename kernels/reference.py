@@ -32,6 +32,23 @@ def visible_mask(
     return mask
 
 
+def sinks_apart(
+    num_queries: int, desc: Tensor, page_size: int, layer_window_left: int = -1
+) -> Tensor:
+    """Which keys are sinks that a query sees beyond a gap: [num_queries, kv_len].
+
+    There is a gap if it does not see the position after the last sink.
+    """
+    kv_len, gap, num_sinks, _ = desc.tolist()
+    mask = visible_mask(num_queries, desc, page_size, layer_window_left)
+    sinks = torch.arange(kv_len) < num_sinks
+    later = torch.arange(kv_len - num_queries, kv_len) >= num_sinks
+    dropped = gap > 0 and num_sinks % page_size == 0
+    beyond = later & (~mask[:, min(num_sinks, kv_len - 1)] | dropped)
+    apart: Tensor = mask & sinks & beyond[:, None]
+    return apart
+
+
 def stream_tokens(
     streams: PagedStreams, slot: int, layer: int, kv_head: int
 ) -> tuple[Tensor, Tensor]:
@@ -70,6 +87,7 @@ def extend(
     layer: int,
     *,
     sm_scale: float,
+    sink_q: Tensor | None = None,
     logits_soft_cap: float = 0.0,
     layer_window_left: int = -1,
 ) -> tuple[Tensor, Tensor]:
@@ -85,15 +103,14 @@ def extend(
                 continue
             heads = slice(h * group, (h + 1) * group)
             k, v = stream_tokens(streams, slot, layer, h)
-            logits = masked_logits(
-                q[begin:end, heads],
-                k,
-                desc,
-                streams.page_size,
-                sm_scale,
-                logits_soft_cap,
-                layer_window_left,
-            )
+            scoring = (sm_scale, logits_soft_cap, layer_window_left)
+            logits = masked_logits(q[begin:end, heads], k, desc, streams.page_size, *scoring)
+            if sink_q is not None:
+                rotated = masked_logits(
+                    sink_q[begin:end, heads], k, desc, streams.page_size, *scoring
+                )
+                apart = sinks_apart(end - begin, desc, streams.page_size, layer_window_left)
+                logits = torch.where(apart, rotated, logits)
             out[begin:end, heads] = torch.einsum("hqk,kd->qhd", logits.softmax(-1), v)
             lse[begin:end, heads] = logits.logsumexp(-1).T / math.log(2)
     return out, lse
@@ -105,6 +122,7 @@ def decode(
     layer: int,
     *,
     sm_scale: float,
+    sink_q: Tensor | None = None,
     logits_soft_cap: float = 0.0,
     layer_window_left: int = -1,
 ) -> tuple[Tensor, Tensor]:
@@ -115,6 +133,7 @@ def decode(
         streams,
         layer,
         sm_scale=sm_scale,
+        sink_q=sink_q,
         logits_soft_cap=logits_soft_cap,
         layer_window_left=layer_window_left,
     )

@@ -159,6 +159,10 @@ def _chunk_limit(ledger: PhysicalLedger, state: RequestState) -> int | None:
     chunk, size = ledger.chunk_tokens, ledger.page_size
     if chunk is None or not isinstance(state.plan, WindowPlan):
         return chunk
+    if state.plan.cache_positions and ledger.trained_length is not None:
+        # One that was refused still passes through here, with a single token.
+        longest = state.plan.longest_chunk(ledger.trained_length)
+        chunk = min(chunk, max(size, longest))
     tokens, pages = state.known_tokens, ledger.pool.num_pages
     if -(-tokens // size) * ledger.num_streams <= pages:
         return chunk
@@ -182,7 +186,7 @@ def growth_pages(ledger: PhysicalLedger, state: RequestState, tokens: int) -> in
     return max(0, state.plan.pages(length + tokens) - state.plan.pages(length))
 
 
-def check_request(ledger: PhysicalLedger, req: Any, trained_length: int | None) -> str | None:
+def check_request(ledger: PhysicalLedger, req: Any) -> str | None:
     """Why this request can never be served, or None. Clips ``max_new_tokens`` to what fits.
 
     Called at intake, before the queue: a request that can never fit would stall it.
@@ -198,6 +202,9 @@ def check_request(ledger: PhysicalLedger, req: Any, trained_length: int | None) 
     stop = plan.next_stop(0)
     if stop is not None and stop < prompt and ledger.chunk_tokens is None:
         return "kv_compression.fold_at: needs chunked prefill (--chunked-prefill-size)"
+    refusal = _check_positions(ledger, state, prompt)
+    if refusal is not None:
+        return refusal
     peak = _peak_pages(ledger, state, prompt + 1, 0)
     if peak > pages:
         return (
@@ -207,16 +214,39 @@ def check_request(ledger: PhysicalLedger, req: Any, trained_length: int | None) 
             "compress it, or raise --max-total-tokens"
         )
     params = req.sampling_params
-    if trained_length is not None:
-        if prompt >= trained_length:
-            return (
-                f"input_ids: the prompt of {prompt} tokens exceeds the {trained_length} positions "
-                "the model was trained for, and this policy keeps original positions"
-            )
-        params.max_new_tokens = min(params.max_new_tokens, trained_length - prompt)
+    if ledger.trained_length is not None and not state.cache_positions:
+        params.max_new_tokens = min(params.max_new_tokens, ledger.trained_length - prompt)
     params.max_new_tokens = _longest_answer(ledger, state, prompt, params.max_new_tokens)
     if params.min_new_tokens > params.max_new_tokens:
         params.min_new_tokens = params.max_new_tokens
+    return None
+
+
+def _check_positions(ledger: PhysicalLedger, state: RequestState, prompt: int) -> str | None:
+    """Why a request would get positions that the model was not trained for, or None."""
+    plan, trained = state.plan, ledger.trained_length
+    if trained is None:
+        return None
+    known = f"the {trained} positions that the model was trained for"
+    if not (isinstance(plan, WindowPlan) and plan.cache_positions):
+        if prompt >= trained:
+            return (
+                f"input_ids: the prompt of {prompt} tokens exceeds {known}, and this policy keeps "
+                "original positions (streamingllm does not)"
+            )
+        return None
+    if plan.longest_chunk(trained) < ledger.page_size:
+        return (
+            f"kv_compression.recent: sinks and recent, {plan.last_position} tokens, leave no room "
+            f"to compute a page of tokens within {known}"
+        )
+    if plan.fold_at is not None and plan.fold_at > trained:
+        return f"kv_compression.fold_at: full attention up to {plan.fold_at} exceeds {known}"
+    if ledger.chunk_tokens is None and prompt > trained:
+        return (
+            f"input_ids: the prompt of {prompt} tokens exceeds {known}, and without chunked "
+            "prefill (--chunked-prefill-size) it is computed at once"
+        )
     return None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
@@ -14,6 +15,8 @@ from sglang_kv.kernels.layout import PagedStreams
 from sglang_kv.kernels.scores import column_sums
 from sglang_kv.kernels.transfer import append
 from sglang_kv.kvcache import HeadPageKVPool
+from sglang_kv.rotary import Rotary
+from sglang_kv.streams import ANYWHERE
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
@@ -43,6 +46,11 @@ class HeadPageAttnBackend(AttentionBackend):
         self.token_to_kv_pool = pool
         self.ledger = current.ledger
         self.first_layer = pool.start_layer
+        layers = range(pool.start_layer, pool.start_layer + pool.layer_num)
+        context = model_runner.model_config.context_len
+        positions = min(context, self.ledger.trained_length or context)
+        self.rotary = self.ledger.rotary = Rotary.of(model_runner.model, layers, positions)
+        current.check_default()
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         rows = forward_batch.req_pool_indices.cpu().numpy()
@@ -60,6 +68,25 @@ class HeadPageAttnBackend(AttentionBackend):
             torch.cumsum(lens, 0, out=indptr[1:])
             self._indptr = indptr
         self._scored = self._score_pass(rows, forward_batch)
+        self._sink_distance = self._place(forward_batch)
+
+    def _place(self, forward_batch: ForwardBatch) -> torch.Tensor | None:
+        """Tell the model where its tokens stand.
+
+        Returns how far each token is from where sinks see it, int64 [tokens]; None: no token is.
+        """
+        streams, slots = self.ledger.streams, self._streams.slots.numpy()
+        offset, last = streams.offset[slots], streams.last_position[slots]
+        if (last == ANYWHERE).all():
+            return None
+        if self._indptr is not None:
+            counts = np.diff(self._indptr.numpy())
+            offset, last = offset.repeat(counts), last.repeat(counts)
+        positions = forward_batch.positions
+        if offset.any():
+            positions = forward_batch.positions = positions - torch.from_numpy(offset)
+        distance = (positions - torch.from_numpy(last)).clamp_(min=0)
+        return distance if distance.any() else None
 
     def _score_pass(self, rows: Any, forward_batch: ForwardBatch) -> ScorePass | None:
         """Whose queries are scored in this forward; None: nobody's, and it costs nothing."""
@@ -105,16 +132,22 @@ class HeadPageAttnBackend(AttentionBackend):
             "logits_soft_cap": layer.logit_cap or 0.0,
             "layer_window_left": -1 if window is None else window,
         }
+        seen_by_sinks = None
+        if self._sink_distance is not None:
+            seen_by_sinks = self.rotary.sink_queries(query, self._sink_distance, index)
         if self._scored is None:
             if self._indptr is None:
-                out = decode(query, self._streams, index, **options)
+                out = decode(query, self._streams, index, sink_q=seen_by_sinks, **options)
             else:
-                out = extend(query, self._indptr, self._streams, index, **options)
+                out = extend(
+                    query, self._indptr, self._streams, index, sink_q=seen_by_sinks, **options
+                )
             return out.view(q.shape[0], -1)
+        more = {"sink_q": seen_by_sinks, **options}
         if self._indptr is None:
-            out, lse = decode(query, self._streams, index, return_lse=True, **options)
+            out, lse = decode(query, self._streams, index, return_lse=True, **more)
         else:
-            out, lse = extend(query, self._indptr, self._streams, index, return_lse=True, **options)
+            out, lse = extend(query, self._indptr, self._streams, index, return_lse=True, **more)
         column_sums(
             query,
             self._indptr,

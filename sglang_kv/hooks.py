@@ -114,6 +114,8 @@ def _configure(result: Any, self: Any, **_kwargs: Any) -> None:
         sliding_layers=self.model_config.sliding_window_size is not None,
         num_ranks=get_parallel().tp_size,
     )
+    trained = get_context_length(self.model_config.hf_text_config)
+    longer = int(self.model_config.context_len) > trained
     options.default_policy.plan(1, geometry)  # one that cannot be had stops the server here
     ledger = PhysicalLedger(
         HeadPagePool(pool.num_head_pages),
@@ -123,6 +125,7 @@ def _configure(result: Any, self: Any, **_kwargs: Any) -> None:
         page_bytes=pool.page_bytes,
         req_to_token=result.req_to_token_pool.req_to_token,
         chunk_tokens=chunk if chunk and chunk > 0 else None,
+        trained_length=trained if longer else None,
     )
     if options.pressure == "evict":
         geometry.require_even("--kv-pressure evict")
@@ -130,9 +133,7 @@ def _configure(result: Any, self: Any, **_kwargs: Any) -> None:
     assert ledger.dense_capacity == allocator.available_size(), "SGLang's leak check needs this"
     allocator.ledger = ledger
     result.req_to_token_pool.attach_aux_cache(ledger)
-    trained = get_context_length(self.model_config.hf_text_config)
-    longer = int(self.model_config.context_len) > trained
-    runtime.install(runtime.Runtime(options, ledger, trained if longer else None))
+    runtime.install(runtime.Runtime(options, ledger))
 
 
 def _gates(options: Options, model_config: Any) -> HeadGates | None:
@@ -199,7 +200,7 @@ def _init_req_max_new_tokens(_result: None, _self: Any, req: Any) -> None:
     current = runtime.current()
     if current is None or req.to_finish is not None:
         return
-    refusal = check_request(current.ledger, req, current.trained_length)
+    refusal = current.refusal(req.sglang_kv.plan) or check_request(current.ledger, req)
     if refusal is not None:
         req.set_finish_with_abort(refusal)
 

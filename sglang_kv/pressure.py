@@ -120,4 +120,4 @@ class Pressure:
         size = ledger.page_size
         tokens = torch.from_numpy(offer.order[..., :count])[..., None] * size + torch.arange(size)
         kept.scatter_(-1, tokens.flatten(-2), False)
-        ledger.evict(offer.state, kept, lengths - count * size)
+        ledger.dropper.evict(offer.state, kept, lengths - count * size)

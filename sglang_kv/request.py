@@ -49,6 +49,7 @@ class RequestState:
         self.taken_pages = 0  # of those: taken from the pool, and not yet given back to it
         self.folded_at = -1  # position up to which the policy has been applied
         self.evicted = 0  # stream-tokens taken under pressure
+        self.offset = 0  # what its logical positions are ahead of those the model is told
         self.private = False
         self.awaiting_checkpoint = False  # a prefill ran whose result the tree has not seen
         self.owes_pages = False  # private, but its dense prefix is still to be published
@@ -57,6 +58,11 @@ class RequestState:
     def held_pages(self) -> int:
         """Pages in all its lists."""
         return int(self.counts.sum())
+
+    @property
+    def cache_positions(self) -> bool:
+        """Whether its positions are those in the cache."""
+        return isinstance(self.plan, WindowPlan) and self.plan.cache_positions
 
     # -- whose queries are scored --
 

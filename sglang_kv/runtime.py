@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from sglang_kv.compression import Plan, PolicyError, WindowPlan
+
 if TYPE_CHECKING:
     from sglang_kv.config import Options
     from sglang_kv.state import LedgerStats, PhysicalLedger
@@ -12,11 +14,28 @@ if TYPE_CHECKING:
 
 @dataclass
 class Runtime:
-    """Options and the physical ledger; ``scheduler`` is set once it exists."""
+    """Options and the physical ledger."""
 
     options: Options
     ledger: PhysicalLedger
-    trained_length: int | None = None
+
+    def refusal(self, plan: Plan) -> str | None:
+        """Why this model cannot be served by such a plan, or None."""
+        if not (isinstance(plan, WindowPlan) and plan.cache_positions):
+            return None
+        assert self.ledger.rotary is not None, "asked before the model was loaded"
+        if self.ledger.rotary.refusal is None:
+            return None
+        return (
+            f"kv_compression.positions: 'cache' cannot be had with this model: "
+            f"{self.ledger.rotary.refusal}; 'original' can"
+        )
+
+    def check_default(self) -> None:
+        """Raise `PolicyError` where the model rules out the server's default policy."""
+        refusal = self.refusal(self.options.default_policy.plan(1, self.ledger.geometry))
+        if refusal is not None:
+            raise PolicyError(refusal)
 
     def stats(self) -> LedgerStats:
         return self.ledger.stats()

@@ -21,12 +21,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sglang_kv.compression import FoldPlan, Geometry, WindowPlan
-from sglang_kv.compression.plan import Counts, Mask
+from sglang_kv.drop import Dropper
 from sglang_kv.fold import Folder
 from sglang_kv.pool import HeadPagePool, Pages
 from sglang_kv.pressure import Pressure
 from sglang_kv.request import RequestState
-from sglang_kv.streams import GAP, KV_LEN, NUM_SINKS, WINDOW_LEFT, StreamTable
+from sglang_kv.rotary import Rotary
+from sglang_kv.streams import KV_LEN, StreamTable
 
 if TYPE_CHECKING:
     import torch
@@ -75,6 +76,7 @@ class PhysicalLedger:
         req_to_token: SGLang's ``[rows, context]`` int32 table.
         folder: where folded tokens are scored, chosen and moved.
         chunk_tokens: most prompt tokens in one forward; None without chunked prefill.
+        trained_length: positions that the model knows, where requests may be longer; else None.
     """
 
     def __init__(
@@ -87,9 +89,13 @@ class PhysicalLedger:
         page_bytes: int,
         req_to_token: torch.Tensor,
         chunk_tokens: int | None = None,
+        trained_length: int | None = None,
     ):
         num_layers, num_kv_heads = geometry.num_layers, geometry.num_kv_heads
         self.chunk_tokens = chunk_tokens
+        self.trained_length = trained_length
+        #: Set once the model is loaded.
+        self.rotary: Rotary | None = None
         self.pool = pool
         self.geometry = geometry
         self.folder = folder
@@ -114,6 +120,7 @@ class PhysicalLedger:
         self._freed = False
         self.pressure: Pressure | None = None
         self.tree: Readers | None = None
+        self.dropper = Dropper(self)
 
     # -- SGLang's aux-cache seam --
 
@@ -129,6 +136,8 @@ class PhysicalLedger:
         self.rows[row] = state
         self.row_to_slot[row] = state.slot
         self.scored += state.scores
+        if isinstance(state.plan, WindowPlan) and state.plan.cache_positions:
+            self.streams.last_position[state.slot] = state.plan.last_position
         if not state.counted:
             state.counted = True
             self.requests_total[state.policy.name] += 1
@@ -140,7 +149,8 @@ class PhysicalLedger:
         pairs = zip(req_pool_indices_cpu.tolist(), target_seq_lens_cpu.tolist(), strict=True)
         for row, target in pairs:
             state = self.rows[row]
-            self.drop(state, max(state.length, int(state.req.prefix_len)))
+            self.dropper.drop(state, max(state.length, int(state.req.prefix_len)))
+            self.dropper.rebase(state, target)
             if state.private:
                 self._grow_private(state, target)
             else:
@@ -153,9 +163,9 @@ class PhysicalLedger:
         state.note(self.page_bytes, float(self.streams.desc[state.slot, :, :, KV_LEN].mean()))
         self.scored -= state.scores
         if state.private:
-            self.pool.release(self._lists(state))
+            self.pool.release(self.lists(state))
         self.folder.forget(state)
-        self._forget_reader(state)
+        self.forget_reader(state)
         self.prefilling.discard(state)
         self.streams.give(state.slot)
         self.row_to_slot[row] = 0
@@ -180,7 +190,7 @@ class PhysicalLedger:
 
     # -- growing --
 
-    def _take(self, state: RequestState, count: int) -> Pages:
+    def take(self, state: RequestState, count: int) -> Pages:
         """``count`` fresh pages. They were promised or checked for; should a count ever be off,
         prefixes that nobody reads go before the server does."""
         if self.pool.num_free < count and self.tree is not None:
@@ -195,7 +205,7 @@ class PhysicalLedger:
             token_pages = self.token_pages(state, first, last)
             heads = self.page_table[token_pages]
             fresh = heads[:, 0, 0] < 0  # the rest came with the matched prefix
-            heads[fresh] = self._take(state, int(fresh.sum()) * self.num_streams).reshape(
+            heads[fresh] = self.take(state, int(fresh.sum()) * self.num_streams).reshape(
                 -1, *heads.shape[1:]
             )
             self.page_table[token_pages[fresh]] = heads[fresh]
@@ -211,7 +221,7 @@ class PhysicalLedger:
             return
         self.streams.fit(int((state.counts + more).max()))
         table = self.streams.table[state.slot]
-        pages = self._take(state, int(more.sum()))
+        pages = self.take(state, int(more.sum()))
         for step in range(int(more.max())):  # streams need one each, as a rule
             layers, heads = np.nonzero(more > step)
             table[layers, heads, state.counts[layers, heads] + step] = pages[: len(layers)]
@@ -230,136 +240,12 @@ class PhysicalLedger:
             if state is None or state.row < 0:
                 continue
             state.awaiting_checkpoint = True
-            self.drop(state, state.length)
+            self.dropper.drop(state, state.length)
             if req.extend_end >= len(req.full_untruncated_fill_ids):
                 state.peak_pages = 0
                 self.prefilling.discard(state)
 
-    def drop(self, state: RequestState, position: int) -> None:
-        """Drop what no query from ``position`` on may see."""
-        if isinstance(state.plan, WindowPlan):
-            self._slide(state, state.plan, position)
-        elif isinstance(state.plan, FoldPlan) and state.folded_at < position == state.length:
-            state.folded_at = position
-            if state.plan.folds_at(position):
-                self._fold(state, state.plan, position)
-
-    def _slide(self, state: RequestState, plan: WindowPlan, position: int) -> None:
-        """Drop the pages that lie before the window of ``position``."""
-        window, size = plan.window, self.page_size
-        dense = plan.dense_first_chunk and state.length == 0
-        if position < (plan.fold_at or 0) or dense:
-            return
-        desc, table = self.streams.desc[state.slot], self.streams.table[state.slot]
-        windowed = np.ones(desc.shape[:2], bool) if plan.windowed is None else plan.windowed
-        if state.folded_at < 0:
-            state.folded_at = position
-            desc[windowed, NUM_SINKS] = window.num_sinks
-            desc[windowed, WINDOW_LEFT] = window.window_left
-        if state.length == 0:
-            return
-        sinks = window.sink_pages(size)
-        first = int(windowed.argmax())  # windowed streams are all alike
-        gone = int(desc.reshape(-1, 4)[first, GAP]) // size
-        drop = window.first_page(position, size) - sinks - gone
-        if drop <= 0:
-            return
-        if not state.private:
-            self.pool.share(self._lists(state))
-            self._leave_token_pages(state)
-        end = int(state.counts.flat[first])
-        pages = table[windowed][:, :end]
-        state.taken_pages -= self.pool.release(pages[:, sinks : sinks + drop].reshape(-1))
-        pages[:, sinks : end - drop] = pages[:, sinks + drop :].copy()
-        table[windowed, :end] = pages
-        desc[windowed, GAP] += drop * size
-        desc[windowed, KV_LEN] -= drop * size
-        state.counts[windowed] -= drop
-        self._count_dropped(drop * size * len(pages))
-
-    def _fold(self, state: RequestState, plan: FoldPlan, position: int) -> None:
-        """Cut the streams to what the plan's policy chooses."""
-        desc = self.streams.desc[state.slot]
-        lengths = desc[:, :, KV_LEN].astype(np.int64)
-        target = plan.target(position, lengths)
-        if (target >= lengths).all():
-            return
-        kept = self.folder.choose(state, plan, lengths, target)
-        counts = self.folder.counts(kept) if plan.adaptive else None
-        target = target if counts is None else counts
-        if plan.by_page:
-            self._keep_pages(state, self.folder.pages(kept))
-        else:
-            self._keep_tokens(state, kept, target)
-        self.folder.carry(state, kept, target)
-        desc[:, :, KV_LEN] = target
-        self._count_dropped(int((lengths - target).sum()))
-
-    def evict(self, state: RequestState, kept: Any, target: Counts) -> None:
-        """Pressure takes whole pages of a request: ``kept`` as a fold by page has it."""
-        desc = self.streams.desc[state.slot]
-        lost = int((desc[:, :, KV_LEN] - target).sum())
-        self._keep_pages(state, self.folder.pages(kept))
-        self.folder.carry(state, kept, target)
-        desc[:, :, KV_LEN] = target
-        state.evicted += lost
-        self.evicted += lost
-        self._count_dropped(lost)
-
-    def _keep_pages(self, state: RequestState, kept: Mask) -> None:
-        """Whole pages stay where they are. ``kept``: ``[layers, kv_heads, pages]``."""
-        table = self.streams.table[state.slot]
-        held = np.arange(table.shape[2]) < state.counts[..., None]
-        stays = np.zeros_like(held)
-        stays[:, :, : kept.shape[2]] = kept
-        counts = stays.sum(-1)
-        pages = table[stays]
-        if state.private:
-            state.taken_pages -= self.pool.release(table[held & ~stays])
-        else:
-            self.pool.share(pages)
-            self._leave_token_pages(state)
-        table[np.arange(table.shape[2]) < counts[..., None]] = pages
-        state.counts = counts
-
-    def _keep_tokens(self, state: RequestState, kept: Any, target: Counts) -> None:
-        """Tokens are gathered: at first into fresh pages, later within the request's own."""
-        table = self.streams.table[state.slot]
-        counts = -(-target // self.page_size)
-        old = np.arange(table.shape[2]) < state.counts[..., None]
-        new = np.arange(table.shape[2]) < counts[..., None]
-        source = table[old]
-        if state.private:
-            assert (self.pool.refs[source] == 1).all(), "tokens would move within shared pages"
-            destination, rest = table[new], table[old & ~new]
-        else:
-            destination, rest = self._take(state, int(counts.sum())), None
-        self.folder.gather(source, state.counts, kept, target, destination, counts)
-        if rest is None:
-            self._leave_token_pages(state)
-            table[new] = destination
-        else:
-            state.taken_pages -= self.pool.release(rest)
-        state.counts = counts
-
-    def _leave_token_pages(self, state: RequestState) -> None:
-        """The request goes private: its token pages give up their head pages, except those that
-        the tree has yet to take over."""
-        size = self.page_size
-        owned = int(state.req.kv.cache_protected_len) // size
-        kept = owned
-        if state.awaiting_checkpoint and self._publishes(state):
-            limit = state.plan.dense_prefix
-            whole = state.length if limit is None else min(limit, state.length)
-            kept = max(owned, whole // size)
-        self.release_token_pages(self.token_pages(state, kept, -(-state.length // size)))
-        state.private = True
-        state.owes_pages = kept > owned
-        self.folds += 1
-        if not state.owes_pages:
-            self._forget_reader(state)
-
-    def _count_dropped(self, tokens: int) -> None:
+    def count_dropped(self, tokens: int) -> None:
         self.dropped += tokens
         self._freed = True
 
@@ -368,7 +254,7 @@ class PhysicalLedger:
         freed, self._freed = self._freed, False
         return freed
 
-    def _publishes(self, state: RequestState) -> bool:
+    def publishes(self, state: RequestState) -> bool:
         tree = self.tree
         return tree is not None and not tree.disable and not state.req.skip_radix_cache_insert
 
@@ -378,9 +264,9 @@ class PhysicalLedger:
         if state.private:
             self._freed |= state.owes_pages  # the tree may empty them from now on
             state.owes_pages = False
-            self._forget_reader(state)
+            self.forget_reader(state)
 
-    def _forget_reader(self, state: RequestState) -> None:
+    def forget_reader(self, state: RequestState) -> None:
         if state.reader_node is not None and self.tree is not None:
             self.tree.set_reader(state, None)
 
@@ -412,7 +298,7 @@ class PhysicalLedger:
         assert (heads >= 0).all(), "a dense request was mapped onto an emptied page"
         self.streams.table[state.slot, :, :, first:last] = heads.transpose(1, 2, 0)
 
-    def _lists(self, state: RequestState) -> Pages:
+    def lists(self, state: RequestState) -> Pages:
         """The pages of all its streams, end to end."""
         table = self.streams.table[state.slot]
         return table[np.arange(table.shape[2]) < state.counts[..., None]]
@@ -425,10 +311,12 @@ class PhysicalLedger:
         return sum(max(0, s.peak_pages - s.taken_pages) for s in self.prefilling)
 
     def pages_for_next_token(self, state: RequestState) -> int:
-        """Head pages that one more token takes: a stream needs one when its last is full, and a
-        first fold by token needs the copy's."""
+        """Head pages that one more token takes: a stream needs one when its last is full, a first
+        fold by token needs the copy's, and keys that are turned need pages of their own."""
         kv_len = self.streams.desc[state.slot, :, :, KV_LEN]
         grown = int((kv_len % self.page_size == 0).sum())
+        if self.dropper.rebases(state, state.length + 1):
+            return grown + int((self.pool.refs[self.lists(state)] > 1).sum())
         plan, position = state.plan, state.length
         if state.private or not isinstance(plan, FoldPlan) or plan.by_page:
             return grown
@@ -464,7 +352,7 @@ class PhysicalLedger:
         np.add.at(refs, dense, 1)
         for state in self.rows.values():
             if state.private:
-                np.add.at(refs, self._lists(state), 1)
+                np.add.at(refs, self.lists(state), 1)
         if (refs != self.pool.refs).any():
             bad = np.flatnonzero(refs != self.pool.refs)
             raise AssertionError(f"{len(bad)} head pages have references nobody holds: {bad[:8]}")

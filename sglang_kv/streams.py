@@ -8,7 +8,9 @@ from numpy.typing import NDArray
 
 from sglang_kv.kernels.layout import GAP, KV_LEN, NUM_SINKS, WINDOW_LEFT
 
-__all__ = ["GAP", "KV_LEN", "NUM_SINKS", "WINDOW_LEFT", "StreamTable"]
+ANYWHERE = np.iinfo(np.int64).max
+
+__all__ = ["ANYWHERE", "GAP", "KV_LEN", "NUM_SINKS", "WINDOW_LEFT", "StreamTable"]
 
 
 class StreamTable:
@@ -17,6 +19,9 @@ class StreamTable:
     ``desc`` holds (kv_len, gap, num_sinks, window_left) as `kernels.layout.PagedStreams`
     reads them. Slot 0 stays empty, for padded rows. Updated in place, so a decode step
     writes a few integers per request and copies nothing; it grows by doubling.
+
+    ``offset[slot]`` and ``last_position[slot]`` say where a request's tokens stand: the model is
+    told ``t - offset``, and sinks see a query no further than at ``last_position``.
     """
 
     def __init__(self, num_layers: int, num_kv_heads: int, slots: int = 8, pages: int = 64):
@@ -28,6 +33,8 @@ class StreamTable:
         self.desc: NDArray[np.int32] = np.zeros(
             (slots, num_layers, num_kv_heads, 4), dtype=np.int32
         )
+        self.offset: NDArray[np.int64] = np.zeros(slots, dtype=np.int64)
+        self.last_position: NDArray[np.int64] = np.full(slots, ANYWHERE)
         self._free = list(range(slots - 1, 0, -1))
         self._rebind()
 
@@ -41,18 +48,24 @@ class StreamTable:
             slots = len(self.table)
             self.table = np.concatenate([self.table, np.zeros_like(self.table)])
             self.desc = np.concatenate([self.desc, np.zeros_like(self.desc)])
+            self.offset = np.concatenate([self.offset, np.zeros_like(self.offset)])
+            self.last_position = np.concatenate([self.last_position, np.full(slots, ANYWHERE)])
             self._free = list(range(2 * slots - 1, slots - 1, -1))
             self._rebind()
         slot = self._free.pop()
         self.desc[slot] = (0, 0, 0, -1)
+        self.offset[slot], self.last_position[slot] = 0, ANYWHERE
         return slot
 
     def give(self, slot: int) -> None:
         self.desc[slot] = 0
+        self.offset[slot], self.last_position[slot] = 0, ANYWHERE
         self._free.append(slot)
 
     def reset(self) -> None:
         self.desc[:] = 0
+        self.offset[:] = 0
+        self.last_position[:] = ANYWHERE
         self._free = list(range(len(self.table) - 1, 0, -1))
 
     def fit(self, pages: int) -> None:

@@ -19,12 +19,29 @@ constexpr int64_t kParallelBytes = 128 * 1024;
 // Running maxima start far below any score, yet finite: -inf minus -inf would be a NaN.
 constexpr float kNoMax = -1e30f;
 
+// [total_q, num_qo_heads, head_dim], strides in elements.
+struct Queries {
+  const void* data;
+  int64_t stride_n;
+  int64_t stride_h;
+  bool is_bf16;
+
+  const bf16* halves(int64_t row, int64_t head) const {
+    return static_cast<const bf16*>(data) + row * stride_n + head * stride_h;
+  }
+  void read(int64_t row, int64_t head, int64_t head_dim, float* to) const {
+    const float* floats = static_cast<const float*>(data) + row * stride_n + head * stride_h;
+    for (int64_t d = 0; d < head_dim; d += kLanes) {
+      store(to + d, is_bf16 ? load(halves(row, head) + d) : load(floats + d));
+    }
+  }
+};
+
 struct AttentionArgs {
-  const void* q;  // [total_q, num_qo_heads, head_dim], strides in elements
-  int64_t q_stride_n;
-  int64_t q_stride_h;
-  bool q_is_bf16;
-  void* out;  // as q
+  Queries q;
+  // What sinks are scored with where they lie apart from the window; without data, q as well.
+  Queries sink_q;
+  void* out;  // as the queries
   int64_t out_stride_n;
   int64_t out_stride_h;
   bool out_is_bf16;
@@ -53,14 +70,6 @@ struct AttentionArgs {
     for (int i = 0; i < count; i += kLanes) {
       const F32x16 tanh = splat(1.f) - splat(2.f) / (exp2(load(scores + i) * in) + splat(1.f));
       store(scores + i, out * tanh);
-    }
-  }
-
-  void read_query(int64_t row, int64_t head, int64_t head_dim, float* dst) const {
-    const int64_t offset = row * q_stride_n + head * q_stride_h;
-    for (int64_t d = 0; d < head_dim; d += kLanes) {
-      store(dst + d, q_is_bf16 ? load(static_cast<const bf16*>(q) + offset + d)
-                               : load(static_cast<const float*>(q) + offset + d));
     }
   }
 

@@ -128,6 +128,10 @@ inline Streams streams_of(TensorView pages, TensorView table, TensorView desc, T
   return s;
 }
 
+inline Queries queries_of(TensorView q) {
+  return {q.data_ptr(), q.stride(0), q.stride(1), is_bf16(q)};
+}
+
 // Queries, and how they are scored.
 inline AttentionArgs query_args(const Streams& s, TensorView q, double sm_scale,
                                 double logits_soft_cap, int64_t layer_window_left,
@@ -140,10 +144,7 @@ inline AttentionArgs query_args(const Streams& s, TensorView q, double sm_scale,
   SGLANG_KV_REQUIRE(logits_soft_cap >= 0.0,
                     "logits_soft_cap must not be negative, it is " << logits_soft_cap);
   AttentionArgs a = {};
-  a.q = q.data_ptr();
-  a.q_stride_n = q.stride(0);
-  a.q_stride_h = q.stride(1);
-  a.q_is_bf16 = is_bf16(q);
+  a.q = queries_of(q);
   a.num_qo_heads = q.size(1);
   a.sm_scale = static_cast<float>(sm_scale);
   a.logits_soft_cap = static_cast<float>(logits_soft_cap);
@@ -153,12 +154,20 @@ inline AttentionArgs query_args(const Streams& s, TensorView q, double sm_scale,
 }
 
 // The arguments that decode and extend share.
-inline AttentionArgs attention_args(const Streams& s, TensorView q, TensorView out,
-                                    Optional<TensorView> lse, double sm_scale,
+inline AttentionArgs attention_args(const Streams& s, TensorView q, Optional<TensorView> sink_q,
+                                    TensorView out, Optional<TensorView> lse, double sm_scale,
                                     double logits_soft_cap, int64_t layer_window_left,
                                     int64_t num_threads) {
   AttentionArgs a =
       query_args(s, q, sm_scale, logits_soft_cap, layer_window_left, num_threads);
+  if (sink_q.has_value()) {
+    const TensorView t = sink_q.value();
+    require_rows(t, "sink_q", q.size(1), s.head_dim);
+    SGLANG_KV_REQUIRE(t.size(0) == q.size(0),
+                      "sink_q has " << t.size(0) << " tokens, q has " << q.size(0));
+    SGLANG_KV_REQUIRE(is_bf16(t) == is_bf16(q), "sink_q must have the dtype of q");
+    a.sink_q = queries_of(t);
+  }
   require_rows(out, "out", q.size(1), s.head_dim);
   SGLANG_KV_REQUIRE(out.size(0) == q.size(0),
                     "out has " << out.size(0) << " tokens, q has " << q.size(0));

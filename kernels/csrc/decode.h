@@ -73,10 +73,12 @@ inline bool decode(const AttentionArgs& a, const Streams& s, bool kv_is_bf16) {
       const Stream stream = s(b, h);
       const Visible seen =
           visible_ranges(stream, s.page_size, stream.kv_len - 1, a.layer_window_left);
-      for (const Range range : {seen.sinks, seen.window}) {
+      for (const bool are_sinks : {true, false}) {
+        const Range range = are_sinks ? seen.sinks : seen.window;
         for (int64_t begin = range.begin; begin < range.end;) {
           const int64_t end = std::min((begin / kSplit + 1) * kSplit, range.end);
-          items.push_back({static_cast<int32_t>(b), static_cast<int32_t>(h), {begin, end}});
+          items.push_back(
+              {static_cast<int32_t>(b), static_cast<int32_t>(h), {begin, end}, are_sinks});
           begin = end;
         }
         tokens += range.size();
@@ -94,7 +96,7 @@ inline bool decode(const AttentionArgs& a, const Streams& s, bool kv_is_bf16) {
   const int64_t num_items = static_cast<int64_t>(items.size());
   const DecodeItem* item = items.data();
   PartialState* states = state_scratch.reserve(num_items * group);
-  const bool bf16_dot = kHasBf16Dot && kv_is_bf16 && a.q_is_bf16;
+  const bool bf16_dot = kHasBf16Dot && kv_is_bf16 && a.q.is_bf16;
   const auto attend = bf16_dot     ? attend_group<bf16, kHasBf16Dot>
                       : kv_is_bf16 ? attend_group<bf16, false>
                                    : attend_group<float, false>;

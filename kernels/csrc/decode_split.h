@@ -19,6 +19,7 @@ struct DecodeItem {
   int32_t request;
   int32_t kv_head;
   Range tokens;
+  bool are_sinks;  // apart from the window
 };
 
 // One query head over one split: values weighted by 2^(logit - max), and the sum of the weights.
@@ -35,12 +36,12 @@ struct GroupQueries {
 };
 
 template <typename T>
-void read_group(const AttentionArgs& a, int64_t row, int64_t head, int heads, int64_t head_dim,
+void read_group(const Queries& from, int64_t row, int64_t head, int heads, int64_t head_dim,
                 GroupQueries& q) {
   constexpr bool kHalves = sizeof(T) == sizeof(float);
   for (int g = 0; g < heads; ++g) {
     alignas(64) float plain[kMaxHeadDim] = {};
-    a.read_query(row, head + g, head_dim, plain);
+    from.read(row, head + g, head_dim, plain);
     for (int64_t d = 0; d < head_dim; d += 2 * kLanes) {
       for (int i = 0; i < kLanes; ++i) {
         q.f32[g][d + i] = plain[d + (kHalves ? i : 2 * i)];
@@ -148,7 +149,8 @@ void attend_split(const AttentionArgs& a, const Streams& s, const DecodeItem& it
   const int64_t dim = s.head_dim;
 
   GroupQueries q;
-  read_group<T>(a, item.request, head, kHeads, dim, q);
+  const bool own_queries = item.are_sinks && a.sink_q.data;
+  read_group<T>(own_queries ? a.sink_q : a.q, item.request, head, kHeads, dim, q);
   alignas(64) float weights[kHeads][kKeys];
   alignas(64) float acc[kHeads][kMaxHeadDim] = {};
   F32x16 sums[kHeads] = {};

@@ -19,10 +19,11 @@ void extend_items(const AttentionArgs& a, const Streams& s, const std::vector<Ex
   static thread_local Scratch<Visible> seen;
   constexpr int64_t kRowsMax = kTileRows + kRows;
   const int64_t dim = s.head_dim;
-  float* p = floats.reserve((2 * kRowsMax + 2 * kKeys) * dim + kRowsMax * (kLanes + 1));
+  float* p = floats.reserve((3 * kRowsMax + 2 * kKeys) * dim + kRowsMax * (kLanes + 1));
   ExtendBuffers buffers;
   buffers.q = p;
-  buffers.acc = buffers.q + kRowsMax * dim;
+  buffers.sink_q = buffers.q + kRowsMax * dim;
+  buffers.acc = buffers.sink_q + kRowsMax * dim;
   buffers.k = reinterpret_cast<int32_t*>(buffers.acc + kRowsMax * dim);
   buffers.v = reinterpret_cast<float*>(buffers.k) + kKeys * dim;
   buffers.sum = buffers.v + kKeys * dim;
@@ -57,7 +58,7 @@ inline bool extend(const AttentionArgs& a, const Streams& s, bool kv_is_bf16) {
   std::stable_sort(items.begin(), items.end(),
                    [](const ExtendItem& x, const ExtendItem& y) { return x.cost > y.cost; });
 
-  const bool bf16_dot = kHasBf16Dot && kv_is_bf16 && a.q_is_bf16;
+  const bool bf16_dot = kHasBf16Dot && kv_is_bf16 && a.q.is_bf16;
   const auto run = bf16_dot     ? extend_items<bf16, kHasBf16Dot>
                    : kv_is_bf16 ? extend_items<bf16, false>
                                 : extend_items<float, false>;

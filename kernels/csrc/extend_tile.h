@@ -30,6 +30,7 @@ struct ExtendItem {
 // What one thread works on.
 struct ExtendBuffers {
   float* q;       // [rows, head_dim]; for dot_bf16 as bf16
+  float* sink_q;  // as q
   float* acc;     // [rows, head_dim]
   float* max;     // [rows]
   float* sum;     // [rows, 16]: one partial sum per lane
@@ -79,12 +80,7 @@ class ExtendTile {
     const int rows = item.num_queries * group;
     const int padded = (rows + kRows - 1) / kRows * kRows;
 
-    for (int r = 0; r < padded; ++r) {
-      // Padding repeats the last row, so that it needs no case of its own.
-      const int row = std::min(r, rows - 1);
-      read_row<kBf16Dot>(a_, first_row + row / group, item.kv_head * group + row % group,
-                         s_.head_dim, b_.q + r * depth());
-    }
+    read_rows(a_.q, item, rows, padded, b_.q);
     std::fill_n(b_.acc, padded * s_.head_dim, 0.f);
     std::fill_n(b_.max, padded, kNoMax);
     std::fill_n(b_.sum, padded * kLanes, 0.f);
@@ -97,6 +93,8 @@ class ExtendTile {
       widen(sinks, seen.sinks);
       widen(window, seen.window);
     }
+    own_sink_queries_ = a_.sink_q.data && sinks.size() > 0;
+    if (own_sink_queries_) read_rows(a_.sink_q, item, rows, padded, b_.sink_q);
 
     Range block;
     for (int64_t begin = std::min(sinks.begin, window.begin) / kKeys * kKeys;
@@ -119,6 +117,17 @@ class ExtendTile {
  private:
   int64_t depth() const { return packed_depth<kBf16Dot>(s_.head_dim); }
 
+  void read_rows(const Queries& q, const ExtendItem& item, int rows, int padded, float* to) const {
+    const int group = static_cast<int>(a_.group(s_));
+    const int64_t first_row = a_.first_row(item.request) + item.first_query;
+    for (int r = 0; r < padded; ++r) {
+      // Padding repeats the last row, so that it needs no case of its own.
+      const int row = std::min(r, rows - 1);
+      read_row<kBf16Dot>(q, first_row + row / group, item.kv_head * group + row % group,
+                         s_.head_dim, to + r * depth());
+    }
+  }
+
   void pack(const Stream& stream, Range block) {
     const T* rows[kKeys];
     const int count = s_.key_rows(stream, block, rows, bad_page_);
@@ -136,11 +145,12 @@ class ExtendTile {
 
   // Six rows, of queries [first, last], against the packed block.
   void attend_rows(int r, int group, int rows, int first, int last, Range block) {
-    bool all_see_all = true;
+    bool all_see_all = true, own_sinks = false;
     int first_key = kKeys, last_key = 0;
     for (int j = first; j <= last; ++j) {
       const Visible& seen = b_.seen[j];
       all_see_all = all_see_all && block.size() == kKeys && seen.contains(block);
+      own_sinks = own_sinks || (own_sink_queries_ && seen.sinks.intersects(block));
       for (const Range range : {seen.sinks, seen.window}) {
         if (!range.intersects(block)) continue;
         first_key = std::min(first_key, lane_of(range.begin, block));
@@ -152,9 +162,16 @@ class ExtendTile {
     alignas(64) float weights[kRows * kKeys];
     score_block<kBf16Dot, kRows>(b_.q + r * depth(), b_.k, depth(), weights);
     a_.cap(weights, kRows * kKeys);
-    if (!all_see_all) {
+    alignas(64) float sink_scores[kRows * kKeys];
+    if (own_sinks) {
+      score_block<kBf16Dot, kRows>(b_.sink_q + r * depth(), b_.k, depth(), sink_scores);
+      a_.cap(sink_scores, kRows * kKeys);
+    }
+    if (own_sinks || !all_see_all) {
       for (int i = 0; i < kRows; ++i) {
-        mask_row(b_.seen[std::min(r + i, rows - 1) / group], block, weights + i * kKeys);
+        float* row = weights + i * kKeys;
+        mask_row(b_.seen[std::min(r + i, rows - 1) / group], block,
+                 own_sinks ? sink_scores + i * kKeys : row, row);
       }
     }
     alignas(64) float decay[kLanes] = {};
@@ -195,6 +212,8 @@ class ExtendTile {
   const Streams& s_;
   const ExtendBuffers& b_;
   std::atomic<bool>& bad_page_;
+
+  bool own_sink_queries_ = false;  // in the tile at hand
 };
 
 }  // namespace sglang_kv

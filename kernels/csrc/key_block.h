@@ -24,12 +24,11 @@ int64_t packed_depth(int64_t head_dim) {
 
 // A row of queries as score_block takes it.
 template <bool kBf16Dot>
-void read_row(const AttentionArgs& a, int64_t row, int64_t head, int64_t head_dim, float* to) {
+void read_row(const Queries& q, int64_t row, int64_t head, int64_t head_dim, float* to) {
   if constexpr (kBf16Dot) {
-    const bf16* from = static_cast<const bf16*>(a.q) + row * a.q_stride_n + head * a.q_stride_h;
-    std::memcpy(to, from, head_dim * sizeof(bf16));
+    std::memcpy(to, q.halves(row, head), head_dim * sizeof(bf16));
   } else {
-    a.read_query(row, head, head_dim, to);
+    q.read(row, head, head_dim, to);
   }
 }
 
@@ -108,16 +107,16 @@ inline int lane_of(int64_t index, Range block) {
   return static_cast<int>(std::clamp<int64_t>(index - block.begin, 0, block.size()));
 }
 
-// Scores of one row: -inf for what its query does not see.
-inline void mask_row(const Visible& seen, Range block, float* scores) {
+// Scores of one row: those of `sink_scores` for its sinks, -inf for what its query does not see.
+inline void mask_row(const Visible& seen, Range block, const float* sink_scores, float* scores) {
   const int sinks_begin = lane_of(seen.sinks.begin, block);
   const int sinks_end = lane_of(seen.sinks.end, block);
   const int window_begin = lane_of(seen.window.begin, block);
   const int window_end = lane_of(seen.window.end, block);
   for (int n = 0; n < kKeys; n += kLanes) {
-    const F32x16 x = load(scores + n);
-    store(scores + n, max(keep_lanes(x, sinks_begin - n, sinks_end - n),
-                          keep_lanes(x, window_begin - n, window_end - n)));
+    store(scores + n,
+          max(keep_lanes(load(sink_scores + n), sinks_begin - n, sinks_end - n),
+              keep_lanes(load(scores + n), window_begin - n, window_end - n)));
   }
 }
 

@@ -75,7 +75,7 @@ inline bool column_sums(const AttentionArgs& a, const ColumnArgs& c, const Strea
   std::stable_sort(items.begin(), items.end(),
                    [](const ColumnItem& x, const ColumnItem& y) { return x.cost > y.cost; });
 
-  const bool bf16_dot = kHasBf16Dot && kv_is_bf16 && a.q_is_bf16;
+  const bool bf16_dot = kHasBf16Dot && kv_is_bf16 && a.q.is_bf16;
   const auto run = bf16_dot     ? add_columns<bf16, kHasBf16Dot>
                    : kv_is_bf16 ? add_columns<bf16, false>
                                 : add_columns<float, false>;

@@ -133,7 +133,7 @@ class ColumnTile {
     const int64_t first_row = a_.first_row(item.request) + query;
     for (int r = 0; r < count * group; ++r) {
       const int64_t row = first_row + r / group, head = item.kv_head * group + r % group;
-      read_row<kBf16Dot>(a_, row, head, s_.head_dim, b_.q + r * depth());
+      read_row<kBf16Dot>(a_.q, row, head, s_.head_dim, b_.q + r * depth());
       const float lse = c_.lse[row * a_.num_qo_heads + head];
       b_.bias[r] = lse == -kInf ? -kInf : -lse;  // who saw nothing gave nothing
     }
@@ -158,7 +158,8 @@ class ColumnTile {
       a_.cap(scores, some * kKeys);
       if (!all_see_all) {
         for (int i = 0; i < some; ++i) {
-          mask_row(b_.seen[(r + i) / group], block, scores + i * kKeys);
+          float* row = scores + i * kKeys;
+          mask_row(b_.seen[(r + i) / group], block, row, row);
         }
       }
       add_weights(scores, scale, b_.bias + r, some, sums);

@@ -58,7 +58,9 @@ inline Visible visible_ranges(const Stream& s, int64_t page_size, int64_t index,
   const Range window = {std::max(first_within(s.window_left), all.begin), index + 1};
   const Range sinks = {all.begin, std::min<int64_t>(s.num_sinks, index + 1)};
   if (sinks.size() == 0) return {{}, window};
-  if (window.begin <= sinks.end) return {{}, all};
+  // Neighbours, unless what lay between them was dropped.
+  const bool dropped = s.gap > 0 && window.begin >= sink_end;
+  if (window.begin < sinks.end || (window.begin == sinks.end && !dropped)) return {{}, all};
   return {sinks, window};
 }
 

@@ -152,6 +152,9 @@ class WindowPlan(Plan):
     windowed: Mask | None = None
     #: The first forward attends densely in all streams.
     dense_first_chunk: bool = False
+    #: Positions are those in the cache: a query that has lost sight of what follows the sinks
+    #: stands right behind the window, however far from them it is. All streams have the window.
+    cache_positions: bool = False
 
     @property
     def num_windowed(self) -> int:
@@ -178,6 +181,19 @@ class WindowPlan(Plan):
         dense = -(-(self.fold_at or 0) // size) - matched
         bound = min(fresh, max(windowed + max(0, published - matched), dense))
         return bound * self.num_windowed + fresh * (g.num_streams - self.num_windowed)
+
+    @property
+    def last_position(self) -> int:
+        """In the cache: where a query stands that sinks are apart from."""
+        return self.window.num_sinks + self.window.window_left
+
+    def longest_chunk(self, trained_length: int) -> int:
+        """Most tokens that one forward may compute without a position past the trained length,
+        once what was dropped no longer counts; may be negative."""
+        size = self.geometry.page_size
+        # The window begins and the sinks end anywhere in a page.
+        held = self.window.sink_pages(size) * size + self.window.window_left + size
+        return trained_length - held
 
     def kept_tokens(self, num_tokens: int) -> int:
         kept = min(num_tokens, self.window.num_sinks + max(0, self.window.window_left))

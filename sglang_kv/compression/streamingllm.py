@@ -2,14 +2,15 @@
 
 Xiao et al., "Efficient Streaming Language Models with Attention Sinks", ICLR 2024
 (https://arxiv.org/abs/2309.17453). Differs from the reference code: a prompt is windowed
-inside its chunks too, so what a query sees does not depend on how the prompt was cut; and
-keys stay at their original positions, which is exact within the model's trained length.
+inside its chunks too, so what a query sees does not depend on how the prompt was cut. Positions
+are those in the cache, as in the paper, but keys stay where they are: for the sinks the query is
+turned back instead, and past the trained length all of a request's positions move down together.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Self
 
 from sglang_kv.compression.base import Compressor, PolicyError, check_int, register
@@ -35,6 +36,14 @@ class StreamingLLM(Compressor):
         default=None,
         metadata={"min": 1, "doc": "prompt position up to which attention is full"},
     )
+    positions: str = field(
+        default="cache",
+        metadata={
+            "choices": ("cache", "original"),
+            "doc": "`cache`: as if nothing lay between sinks and window, at any length; "
+            "`original`: sinks move away, up to the model's trained length",
+        },
+    )
 
     @classmethod
     def from_params(cls, params: Mapping[str, Any]) -> Self:
@@ -57,7 +66,8 @@ class StreamingLLM(Compressor):
 
     def plan(self, prompt_tokens: int, geometry: Geometry) -> Plan:
         window = Window(num_sinks=self.sinks, window_left=self.recent)
-        return window_plan(geometry, window, self.fold_at, prompt_tokens)
+        plan = window_plan(geometry, window, self.fold_at, prompt_tokens)
+        return replace(plan, cache_positions=self.positions == "cache")
 
     @property
     def min_kept(self) -> int | None:

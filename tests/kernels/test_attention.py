@@ -174,3 +174,31 @@ def test_pages_beyond_the_range_of_32_bit_offsets(make_streams: MakeStreams) -> 
     q = torch.randn(1, 4, 128)
     out = attention.decode(q, big, 0, sm_scale=0.125)
     assert (out == attention.decode(q, small, 0, sm_scale=0.125)).all()
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 32])
+@pytest.mark.parametrize(("q_dtype", "kv_dtype"), [(BF16, BF16), (FP32, BF16), (FP32, FP32)])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_sinks_with_queries_of_their_own(
+    make_streams: MakeStreams,
+    policy: tuple[int, int, int],
+    q_dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    page_size: int,
+) -> None:
+    streams = make_streams([150, 3, 97], page_size=page_size, dtype=kv_dtype, policies=[policy])
+    q, sink_q = torch.randn(2, 3, 6, 64).to(q_dtype)
+    check_decode(streams, q, sink_q=sink_q)
+    check_decode(streams, q, sink_q=sink_q, layer_window_left=40)
+    q, sink_q = torch.randn(2, 210, 6, 64).to(q_dtype)
+    check_extend(streams, [130, 3, 77], q, sink_q=sink_q)
+    check_extend(streams, [130, 3, 77], q, sink_q=sink_q, logits_soft_cap=3.0)
+
+
+def test_the_queries_of_sinks_matter(make_streams: MakeStreams) -> None:
+    streams = make_streams([150], policies=[(0, 4, 31)])
+    q = torch.randn(1, 6, 64)
+    plain = attention.decode(q, streams, 0, sm_scale=0.125)
+    assert torch.equal(attention.decode(q, streams, 0, sm_scale=0.125, sink_q=q), plain)
+    turned = attention.decode(q, streams, 0, sm_scale=0.125, sink_q=-q)
+    assert (turned - plain).abs().max() > 0.01

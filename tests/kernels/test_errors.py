@@ -24,6 +24,10 @@ def int32(*values: int) -> Tensor:
     return torch.tensor(values, dtype=torch.int32)
 
 
+def zeros_bf16(*shape: int) -> Tensor:
+    return torch.zeros(shape, dtype=torch.bfloat16)
+
+
 @pytest.mark.parametrize(
     ("name", "q", "options"),
     [
@@ -36,6 +40,9 @@ def int32(*values: int) -> Tensor:
         ("slots", torch.zeros(3, 4, 64), {}),
         ("out has 3 tokens", torch.zeros(2, 4, 64), {"out": torch.zeros(3, 4, 64)}),
         ("out has 2 heads", torch.zeros(2, 4, 64), {"out": torch.zeros(2, 2, 64)}),
+        ("sink_q has 3 tokens", torch.zeros(2, 4, 64), {"sink_q": torch.zeros(3, 4, 64)}),
+        ("sink_q has 2 heads", torch.zeros(2, 4, 64), {"sink_q": torch.zeros(2, 2, 64)}),
+        ("sink_q must have the dtype", torch.zeros(2, 4, 64), {"sink_q": zeros_bf16(2, 4, 64)}),
         ("sm_scale", torch.zeros(2, 4, 64), {"sm_scale": 0.0}),
         ("logits_soft_cap", torch.zeros(2, 4, 64), {"logits_soft_cap": -1.0}),
         ("layer", torch.zeros(2, 4, 64), {"layer": 1}),

@@ -51,3 +51,13 @@ def server(request: pytest.FixtureRequest, demo_model: Path) -> Iterator[Server]
         start_timeout_s=600,
     ) as running:
         yield running
+
+
+@pytest.fixture(scope="session")
+def text_ids(root: Path, demo_model: Path) -> list[int]:
+    """The demo's story, 5,900 tokens of the demo model's."""
+    from transformers import AutoTokenizer
+
+    text = next((root / "scripts/demo").glob("*.txt")).read_text()
+    ids: list[int] = AutoTokenizer.from_pretrained(demo_model)(text)["input_ids"]
+    return ids

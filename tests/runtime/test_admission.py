@@ -74,7 +74,7 @@ def test_computed_again_it_stops_at_its_fold(
     h.ledger.chunk_tokens = chunk
     req = request(h, 100, {"method": "snapkv", "budget": 64, "window": 8})
     req.sampling_params.ignore_eos = True
-    assert check_request(h.ledger, req, None) is None
+    assert check_request(h.ledger, req) is None
     req.output_ids.extend([1, 2, 3, 4, 5])  # it was retracted after five tokens
     ends = []
     first = adder(h)
@@ -109,7 +109,7 @@ def test_what_is_accepted_can_be_computed_again(policy: dict[str, Any], prompt: 
     req.sampling_params.max_new_tokens, req.sampling_params.min_new_tokens = 1000, 0
     plan = req.policy.plan(prompt, h.ledger.geometry)
     req.sglang_kv = RequestState(req, req.policy, plan)
-    refusal = check_request(h.ledger, req, None)
+    refusal = check_request(h.ledger, req)
     if refusal is not None:
         assert "input_ids" in refusal
         return

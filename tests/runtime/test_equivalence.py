@@ -30,15 +30,6 @@ OURS = ["--kv-compression", "none"]
 
 
 @pytest.fixture(scope="module")
-def text_ids(root: Path, demo_model: Path) -> list[int]:
-    from transformers import AutoTokenizer
-
-    text = next((root / "scripts/demo").glob("*.txt")).read_text()
-    ids: list[int] = AutoTokenizer.from_pretrained(demo_model)(text)["input_ids"]
-    return ids
-
-
-@pytest.fixture(scope="module")
 def prompts(text_ids: list[int]) -> list[list[int]]:
     """Prose and noise of 20 lengths, around the edges of pages and chunks."""
     rng = random.Random(0)
@@ -96,13 +87,16 @@ def test_none_equals_stock(
 def test_streamingllm_equals_the_papers_mask(
     ours_fp32: Server, demo_model: Path, text_ids: list[int], sinks: int, recent: int, length: int
 ) -> None:
-    """Within chunks, across them and in decode, a query sees sinks, window and itself."""
+    """Within chunks, across them and in decode, a query sees sinks, window and itself.
+
+    At original positions; those in the cache are test_long_streams.py's.
+    """
     from transformers import AutoModelForCausalLM
 
     prompt = text_ids[:length]
     answer = ours_fp32.generate(
         prompt,
-        {"method": "streamingllm", "sinks": sinks, "recent": recent},
+        {"method": "streamingllm", "sinks": sinks, "recent": recent, "positions": "original"},
         max_new_tokens=40,
         ignore_eos=True,
         return_logprob=True,

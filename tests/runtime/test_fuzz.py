@@ -22,15 +22,6 @@ pytestmark = [pytest.mark.server, pytest.mark.slow]
 SEED = 1
 
 
-@pytest.fixture(scope="module")
-def text_ids(root: Path, demo_model: Path) -> list[int]:
-    from transformers import AutoTokenizer
-
-    text = next((root / "scripts/demo").glob("*.txt")).read_text()
-    ids: list[int] = AutoTokenizer.from_pretrained(demo_model)(text)["input_ids"]
-    return ids
-
-
 def test_soak(demo_model: Path, text_ids: list[int], tmp_path: Path) -> None:
     env = ENV | install_checker(tmp_path / "plugin")
     with Server(demo_model, *FLAGS, env=env) as server:

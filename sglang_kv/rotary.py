@@ -1,0 +1,137 @@
+"""Rotary embeddings taken back: queries and keys of a layer, turned by whole positions.
+
+RoPE is a rotation by an angle per position, so what stands at position t becomes what it would be
+at t - d by turning it back by d. That holds for every kind whose angles are fixed numbers per
+dimension (llama3, linear and yarn scaling among them), and fails for those that depend on a
+prompt's length or on more than one axis.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sglang_kv.compression import PolicyError
+from sglang_kv.kernels.elementwise import apply_rope
+
+#: SGLang's classes whose angles are fixed; looked up by name, the exact class.
+_FIXED = {
+    "RotaryEmbedding",
+    "LinearScalingRotaryEmbedding",
+    "Llama3RotaryEmbedding",
+    "YaRNScalingRotaryEmbedding",
+}
+#: What models call a layer without rotary embedding.
+_SWITCHES = ("use_rope", "attn_use_rope")
+
+
+@dataclass(frozen=True)
+class TurnBack:
+    """One rotary embedding, backwards.
+
+    Args:
+        cos_sin: fp32 ``[positions, rotary_dim]``, cosines and then negated sines.
+        halves: the first half of the rotated dimensions goes with the second (GPT-NeoX); else
+            neighbours go together (GPT-J).
+    """
+
+    cos_sin: Tensor
+    halves: bool = True
+
+    @classmethod
+    def of(cls, rope: Any, positions: int) -> TurnBack:
+        """Of SGLang's ``rope``, for distances below ``positions``.
+
+        Raises `PolicyError` for a kind that cannot be taken back so.
+        """
+        kind = type(rope).__name__
+        if kind not in _FIXED:
+            raise PolicyError(f"its rotary embedding ({kind}) depends on more than one position")
+        # Made again: the model's own is in the model's dtype on some devices. A loaded model is
+        # out of the default dtype and device that it was built under.
+        table = rope._compute_cos_sin_cache().float().cpu()[:positions]  # noqa: SLF001
+        if len(table) < positions:
+            raise PolicyError(f"its rotary embedding ends at position {len(table)}")
+        cos, sin = (table / table[0, 0]).chunk(2, dim=-1)  # without yarn's factor on magnitudes
+        return cls(torch.cat((cos, -sin), dim=-1).contiguous(), bool(rope.is_neox_style))
+
+    def turn(self, heads: Tensor, distances: Tensor) -> None:
+        """Turn heads back, in place.
+
+        - `heads`: bf16 or fp32 [rows, num_heads, head_dim], contiguous
+        - `distances`: int64 [rows], in positions
+        """
+        width = self.cos_sin.shape[-1]
+        if self.halves and width % 32 == 0:
+            apply_rope(heads.view(len(heads), -1), distances, self.cos_sin, heads.shape[-1])
+            return
+        cos, sin = self.cos_sin[distances].unsqueeze(1).chunk(2, dim=-1)
+        turned = heads[..., :width].float()
+        if self.halves:
+            a, b = turned.chunk(2, dim=-1)
+            turned = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+        else:
+            a, b = turned[..., ::2], turned[..., 1::2]
+            turned = torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)
+        heads[..., :width] = turned.to(heads.dtype)
+
+
+class Rotary:
+    """The rotary embedding of each attention layer; None: the layer has none.
+
+    ``refusal`` says why a model has no such thing; then nothing else may be asked of it.
+    """
+
+    def __init__(self, layers: list[TurnBack | None], refusal: str | None = None):
+        self.layers = layers
+        self.refusal = refusal
+
+    @classmethod
+    def of(cls, model: nn.Module, layer_ids: Iterable[int], positions: int) -> Rotary:
+        """Of a loaded model of SGLang's, for distances below ``positions``."""
+        from sglang.srt.layers.radix_attention import RadixAttention
+
+        found: dict[int, TurnBack | None] = {}
+        made: dict[int, TurnBack] = {}  # layers share their embedding
+        try:
+            for module in model.modules():
+                attention = getattr(module, "attn", None)
+                if not isinstance(attention, RadixAttention) or not hasattr(module, "rotary_emb"):
+                    continue
+                rope = module.rotary_emb
+                plain = rope is None or not all(getattr(module, s, True) for s in _SWITCHES)
+                if not plain and id(rope) not in made:
+                    made[id(rope)] = TurnBack.of(rope, positions)
+                found[attention.layer_id] = None if plain else made[id(rope)]
+            return cls([found[layer] for layer in layer_ids])
+        except PolicyError as error:
+            return cls([], str(error))
+        except KeyError:
+            return cls([], "its attention layers do not show their rotary embedding")
+
+    def sink_queries(self, query: Tensor, distances: Tensor, layer: int) -> Tensor | None:
+        """Queries as sinks see them, [tokens, num_heads, head_dim]; None: as everything else."""
+        turn_back = self.layers[layer]
+        if turn_back is None:
+            return None
+        turned = query.clone(memory_format=torch.contiguous_format)
+        turn_back.turn(turned, distances)
+        return turned
+
+    def turn_keys(self, pages: Tensor, ids: Tensor, distance: int) -> None:
+        """Turn the keys of whole pages back, in place.
+
+        - `pages`: the pool, [num_pages, 2, page_size, head_dim]
+        - `ids`: int64 [layers, n], the pages of each layer
+        """
+        head_dim = pages.shape[-1]
+        for turn_back, of_layer in zip(self.layers, ids, strict=True):
+            if turn_back is None:
+                continue
+            keys = pages[of_layer, 0].view(-1, 1, head_dim)
+            turn_back.turn(keys, torch.full((len(keys),), distance))
+            pages[of_layer, 0] = keys.view(len(of_layer), -1, head_dim)

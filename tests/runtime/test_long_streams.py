@@ -1,0 +1,122 @@
+"""Past the trained length, through a server: the demo model, told that it knows 128 positions."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("sglang")
+
+from paper_loop import llama_logprobs
+from serving import NONE, eventually, ledger, refusal
+
+from sglang_kv.benchmarks.server import Server
+
+pytestmark = pytest.mark.server
+
+TRAINED = 128
+SCALING = {
+    "rope_type": "llama3",
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+POLICY = {"method": "streamingllm", "sinks": 4, "recent": 28}
+
+
+@pytest.fixture(scope="module")
+def short_model(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("short") / "model"
+    shutil.copytree(demo_model, folder, copy_function=link)
+    config = json.loads((demo_model / "config.json").read_text())
+    theta = config.get("rope_theta") or config["rope_parameters"]["rope_theta"]
+    config.pop("rope_parameters", None)
+    config |= {"max_position_embeddings": TRAINED, "rope_theta": theta, "rope_scaling": SCALING}
+    (folder / "config.json").unlink()
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def link(source: str, target: str) -> None:
+    Path(target).symlink_to(Path(source).resolve())
+
+
+@pytest.fixture(scope="module")
+def server(short_model: Path) -> Iterator[Server]:
+    flags = ["--kv-compression", "streamingllm", "--dtype", "float32", "--sleep-on-idle"]
+    flags += ["--kv-compression-config", json.dumps({"sinks": 4, "recent": 28})]
+    flags += ["--context-length", "4096", "--max-total-tokens", "2048"]
+    flags += ["--chunked-prefill-size", "512"]
+    env = {"OMP_WAIT_POLICY": "PASSIVE", "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
+    with Server(short_model, *flags, env=env, start_timeout_s=600) as running:
+        yield running
+
+
+def logprobs(answer: Any) -> torch.Tensor:
+    meta = answer["meta_info"]
+    pairs = [*meta["input_token_logprobs"][1:], *meta["output_token_logprobs"]]
+    return torch.tensor([pair[0] for pair in pairs])
+
+
+def test_the_papers_loop(server: Server, short_model: Path, text_ids: list[int]) -> None:
+    """Prompt and answer, before, at and after positions move down."""
+    from transformers import AutoModelForCausalLM
+
+    answer = server.generate(
+        text_ids[:150],
+        POLICY,
+        max_new_tokens=60,
+        ignore_eos=True,
+        return_logprob=True,
+        logprob_start_len=0,
+    )
+    ids = text_ids[:150] + answer["output_ids"]
+    model = AutoModelForCausalLM.from_pretrained(short_model, dtype=torch.float32)
+    expected = torch.tensor(llama_logprobs(model, ids, 4, 28))
+    torch.testing.assert_close(logprobs(answer), expected, atol=2e-3, rtol=0)
+    report = answer["meta_info"]["kv_compression"]
+    assert report["parameters"]["positions"] == "cache"
+    assert report["logical_tokens"] == 150 + 59
+    assert report["kept_tokens"] == 32
+
+
+def test_streams_of_any_length_side_by_side(server: Server, text_ids: list[int]) -> None:
+    """Far past the trained length; memory is the window's, and comes back."""
+    prompts = [text_ids[:2000], text_ids[500:1200], text_ids[:900]]
+    policies = [POLICY, {**POLICY, "recent": 60}, POLICY]
+
+    def ask(prompt: list[int], policy: dict[str, Any]) -> Any:
+        return server.generate(prompt, policy, max_new_tokens=24, ignore_eos=True)
+
+    with ThreadPoolExecutor() as threads:
+        answers = list(threads.map(ask, prompts, policies))
+    for answer, prompt, policy in zip(answers, prompts, policies, strict=True):
+        report = answer["meta_info"]["kv_compression"]
+        assert report["logical_tokens"] == len(prompt) + 23
+        assert report["kept_tokens"] == 4 + int(policy["recent"])
+
+    def nothing_is_held() -> bool:
+        found = ledger(server)
+        return bool(found["used_pages"] == found["evictable_pages"])
+
+    eventually(nothing_is_held)
+
+
+def test_who_keeps_original_positions_ends_at_the_trained_length(
+    server: Server, text_ids: list[int]
+) -> None:
+    for policy in (NONE, {**POLICY, "positions": "original"}):
+        said = refusal(lambda policy=policy: server.generate(text_ids[:300], policy))
+        assert f"exceeds the {TRAINED} positions" in said
+        answer = server.generate(text_ids[:100], policy, max_new_tokens=50, ignore_eos=True)
+        assert answer["meta_info"]["completion_tokens"] == TRAINED - 100
+    said = refusal(lambda: server.generate(text_ids[:10], {**POLICY, "recent": 110}))
+    assert "kv_compression.recent" in said
