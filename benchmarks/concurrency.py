@@ -22,17 +22,15 @@ from sglang_kv.benchmarks.common import record
 from sglang_kv.benchmarks.methods import PAGE, arms, geometry_of, plan_of
 from sglang_kv.benchmarks.server import Server
 from sglang_kv.compression import Geometry
+from sglang_kv.planner.memory import plan_pages, requests_at_once
 
 
 def predicted(
     policy: dict[str, Any], geometry: Geometry, pool: int, context: int, new: int, chunk: int
 ) -> int:
     """Requests that fit, the newest one still at its prefill's peak."""
-    plan = plan_of(policy, geometry, context)
-    steady = plan.pages(context + new)
-    peak = plan.peak_pages(context, chunk, published=(plan.dense_prefix or 0) // PAGE)
-    pages = pool // PAGE * geometry.num_streams
-    return max(0, (pages - max(peak, steady)) // steady + 1)
+    steady, peak = plan_pages(plan_of(policy, geometry, context), context, new, chunk)
+    return requests_at_once(pool // PAGE * geometry.num_streams, steady, peak)
 
 
 def measure(server: Server, policy: dict[str, Any], count: int, context: int, new: int) -> int:

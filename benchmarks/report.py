@@ -10,10 +10,14 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import shlex
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from sglang_kv import cli
+from sglang_kv.planner import command
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
@@ -136,7 +140,16 @@ def methods() -> str:
     return cli.method_table()
 
 
-SECTIONS = {
+def plan(*argv: str) -> str:
+    """An invocation of ``sglang-kv plan`` and what it prints."""
+    printed = command.output(*argv)
+    words = shlex.join(["sglang-kv", "plan", *argv])
+    if printed.startswith("|"):
+        return f"```\n{words}\n```\n\n{printed}"
+    return f"```\n$ {words}\n{printed}\n```"
+
+
+SECTIONS: dict[str, Callable[[], str]] = {
     "headline": headline,
     "methods": methods,
     "parameters": cli.parameter_tables,
@@ -144,11 +157,32 @@ SECTIONS = {
     "needles": needles,
     "room": room,
     "pressure": pressure,
+    "plan-example": partial(plan, "qwen3.8-27b", "--device", "192GB"),
+    "plan-models": partial(
+        plan,
+        "llama-2-7b,llama-3-8b,llama-3-70b,qwen3-8b,gemma-3-27b,deepseek-v3,qwen3.8-27b",
+        *("--context", "8k,32k,128k,1m", "--kv-dtype", "fp16"),
+    ),
+    "plan-methods": partial(
+        plan,
+        *("llama-3.1-8b", "--context", "128k", "--method", "all", "--assume-sparsity", "0.5"),
+        *("--device", "h100"),
+    ),
+    "plan-outgrow": partial(plan, "llama-3.1-8b", "--context", "128k", "--show", "outgrow"),
+    "plan-attention": partial(plan, "llama-3-8b", "--context", "8k,128k", "--show", "attention"),
+    "plan-paging": partial(
+        plan,
+        *("llama-3.1-8b", "--context", "2k,16k,128k", "--device", "h100", "--show", "paging"),
+    ),
 }
 #: Where each section stands.
 DOCUMENTS = {
     "README.md": ("headline", "methods"),
     "docs/METHODS.md": ("methods", "parameters", "presets", "needles", "room", "pressure"),
+    "docs/PLANNER.md": (
+        *("plan-example", "plan-models", "plan-methods"),
+        *("plan-outgrow", "plan-attention", "plan-paging"),
+    ),
 }
 
 

@@ -8,6 +8,7 @@ import json
 
 import sglang_kv
 from sglang_kv.compression.base import methods
+from sglang_kv.planner import command
 from sglang_kv.presets import PRESETS
 
 
@@ -55,9 +56,16 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="sglang-kv", description=__doc__)
     parser.add_argument("--version", action="version", version=sglang_kv.__version__)
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("methods", help="the compression methods and their parameters")
-    parser.parse_args(argv)
+    methods_parser = commands.add_parser("methods", help="the methods and their parameters")
+    methods_parser.set_defaults(run=print_methods)
+    command.add_parser(commands)
+    args = parser.parse_args(argv)
+    raise SystemExit(args.run(args))
+
+
+def print_methods(_args: argparse.Namespace) -> int:
     print(method_table(), parameter_tables(), preset_table(), sep="\n\n")
+    return 0
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from typing import Any
 
 from sglang_kv import runtime
 from sglang_kv.admission import check_request, gated_adder
+from sglang_kv.capacity import log_plan
 from sglang_kv.compression import Geometry, PolicyError, parse_policy
 from sglang_kv.compression.base import shorten
 from sglang_kv.compression.gates import HeadGates, find_gates, load_gates
@@ -134,6 +135,7 @@ def _configure(result: Any, self: Any, **_kwargs: Any) -> None:
     allocator.ledger = ledger
     result.req_to_token_pool.attach_aux_cache(ledger)
     runtime.install(runtime.Runtime(options, ledger))
+    log_plan(ledger, pool, options.default_policy, self.model_config)
 
 
 def _gates(options: Options, model_config: Any) -> HeadGates | None:

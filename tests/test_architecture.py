@@ -4,7 +4,9 @@ benchmarks  scripts  tests
       |
 sglang_kv/*.py                      the only code that imports sglang
       |                 |
-compression             |           planner: neither torch nor sglang
+   planner              |           neither torch nor sglang
+      |                 |
+compression             |
       |                 |
    kernels            radix         never import each other
 """
@@ -40,7 +42,11 @@ LAYERS = (
     Layer("kernels/", ("sglang_kv.kernels",)),
     Layer("radix/", ("sglang_kv.radix",), HOST | {"torch", "numpy", "triton"}),
     Layer("sglang_kv/compression/", ("sglang_kv.compression", "sglang_kv.kernels")),
-    Layer("sglang_kv/planner", ("sglang_kv.planner",), HOST | {"torch"}),
+    Layer(
+        "sglang_kv/planner",
+        ("sglang_kv.planner", "sglang_kv.compression", "sglang_kv.presets"),
+        HOST | {"torch", "transformers"},
+    ),
     Layer("sglang_kv/__init__.py", (), HOST | {"torch"}),
     # The stand-in is `sgl_kernel` where it is imported.
     Layer("sglang_kv/cpu/", ("sglang_kv.cpu",), frozenset({"sglang", "torch"})),

@@ -132,10 +132,16 @@ def register(name: str) -> Callable[[C], C]:
     return enter
 
 
+#: Hold no method; tensors are needed when tokens are chosen, not when memory is planned.
+_WITH_TENSORS = ("scoring",)
+
+
 @cache
 def _discover() -> None:
     package = importlib.import_module("sglang_kv.compression")
     for module in pkgutil.iter_modules(package.__path__):
+        if module.name in _WITH_TENSORS:
+            continue
         importlib.import_module(f"{package.__name__}.{module.name}")
 
 

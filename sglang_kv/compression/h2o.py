@@ -13,11 +13,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from sglang_kv.compression.base import (
     Candidates,
@@ -26,8 +24,11 @@ from sglang_kv.compression.base import (
     check_int,
     register,
 )
+from sglang_kv.compression.budgets import GRANULARITIES, SHARES, Units
 from sglang_kv.compression.plan import FoldPlan, Geometry, Plan
-from sglang_kv.compression.scoring import GRANULARITIES, SHARES, Units, choose_ranked
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @register("h2o")
@@ -139,6 +140,11 @@ class H2O(Compressor):
         )
 
     def choose(self, tokens: Candidates) -> Tensor:
+        # Not at the top: plans are made where there is no torch.
+        import torch
+
+        from sglang_kv.compression.scoring import choose_ranked
+
         assert self.recent is not None
         scores = tokens.scores
         if self.norm == "mean":

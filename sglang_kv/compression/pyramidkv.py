@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from sglang_kv.compression.base import PolicyError, register
-from sglang_kv.compression.scoring import Units, clamp_shares, largest_remainder
+from sglang_kv.compression.budgets import Units, clamp_shares, largest_remainder
 from sglang_kv.compression.snapkv import SnapKV
 
 

@@ -11,11 +11,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from sglang_kv.compression.base import (
     Candidates,
@@ -24,16 +22,17 @@ from sglang_kv.compression.base import (
     register,
     require_more,
 )
-from sglang_kv.compression.plan import Counts, FoldPlan, Geometry, Plan
-from sglang_kv.compression.scoring import (
+from sglang_kv.compression.budgets import (
     GRANULARITIES,
     SHARES,
     Units,
-    choose_ranked,
     fill_shares,
     largest_remainder,
-    pool_scores,
 )
+from sglang_kv.compression.plan import Counts, FoldPlan, Geometry, Plan
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @register("snapkv")
@@ -201,6 +200,11 @@ class SnapKV(Compressor):
         return Units.of(budget, self.window, fold_at, paged, by_page)
 
     def choose(self, tokens: Candidates) -> Tensor:
+        # Not at the top: plans are made where there is no torch.
+        import torch
+
+        from sglang_kv.compression.scoring import choose_ranked, pool_scores
+
         index = torch.arange(tokens.scores.shape[-1])
         edge = (tokens.lengths - self.window)[..., None]
         # The window is kept without a score, and lends none to its neighbours.

@@ -129,6 +129,11 @@ def test_the_decode_log_line_has_the_head_pages(server: Server) -> None:
     eventually(lambda: line.search(server.log) is not None)
 
 
+def test_the_log_has_the_plan_and_it_came_true(server: Server) -> None:
+    assert "KV plan: 22.5 KiB per token, 65.74 MiB for 2,992 tokens." in server.log
+    assert "`sglang-kv plan` does not hold for this server" not in server.log
+
+
 def test_after_a_flush_nothing_is_used(server: Server) -> None:
     server.generate(noise(500, seed=3), NONE, max_new_tokens=2)
     server.generate(noise(500, seed=4), STREAMING, max_new_tokens=2)
