@@ -23,14 +23,23 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 
 
-def newest(name: str) -> dict[str, dict[str, Any]]:
-    """The newest line of each arm of a benchmark, in the order the arms first appeared."""
-    arms: dict[str, dict[str, Any]] = {}
+#: Hits of the full cache from which a needle figure decides anything.
+ENOUGH = 150
+
+
+def lines(name: str) -> list[dict[str, Any]]:
+    """What a benchmark has recorded."""
     path = HERE / "results" / f"{name}.jsonl"
-    for line in path.read_text().splitlines() if path.exists() else ():
-        row = json.loads(line)
-        arms[row["arm"]] = row
-    return arms
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def newest(name: str, **fields: Any) -> dict[str, dict[str, Any]]:
+    """The newest line of each arm of a benchmark, in the order the arms first appeared.
+
+    Of lines with these ``fields`` only.
+    """
+    found = [row for row in lines(name) if fields.items() <= row.items()]
+    return {row["arm"]: row for row in found}
 
 
 #: Arms of the headline as the speed benchmark calls them: what the reader sees, and the needle arm.
@@ -47,23 +56,23 @@ ARMS = {
 
 
 def headline() -> str:
-    speed, needles = newest("decode_speed"), newest("quality")
+    speed, needles = newest("decode_speed"), needle_cells()
     if not speed:
         return "(no results recorded yet)"
     first = speed["stock"]
-    lines = [
+    table = [
         f"| | decode, {first['batch']} x {first['context']:,} tokens | beside stock | prefill | "
         "7-digit needles, of the full cache's |",
         "|---|---|---|---|---|",
     ]
     for arm, (name, needle) in ARMS.items():
         row = speed[arm]
-        lines.append(
+        table.append(
             f"| {name} | {row['decode_tok_s']:.0f} tok/s | {row['ratio_to_first_arm']:.1f}x "
-            f"| {row['prefill_tok_s']:,.0f} tok/s | {_found(needles.get(needle))} |"
+            f"| {row['prefill_tok_s']:,.0f} tok/s | {_found(needles.get(needle, {}))} |"
         )
     env = first["environment"]
-    lines += [
+    table += [
         "",
         f"SmolLM2-135M-Instruct in bf16 on {env['cores']} cores of an {env['cpu']} without AMX, "
         f"sglang {env['versions']['sglang']}, commit {env['commit']}, {env['date'][:10]}; the same "
@@ -71,14 +80,29 @@ def headline() -> str:
         "`benchmarks/decode_speed.py`, `benchmarks/quality.py`; more in "
         "[docs/METHODS.md](docs/METHODS.md#what-it-costs-in-quality).",
     ]
-    return "\n".join(lines)
+    return "\n".join(table)
 
 
-def _found(row: dict[str, Any] | None, kind: str = "number", column: str = "aware") -> str:
-    for cell in row["summary"] if row else ():
-        if (cell["kind"], cell["column"]) == (kind, column):
-            return f"{cell['kept']}/{cell['full_hits']}"
-    return "-"
+def needle_cells() -> dict[str, dict[tuple[str, str], dict[str, Any]]]:
+    """Of each arm, by kind and column: its cell with the most cases; ``memory`` beside it."""
+    arms: dict[str, dict[tuple[str, str], dict[str, Any]]] = {}
+    for row in lines("quality"):
+        if row["suite"] != "needle":
+            continue
+        cells = arms.setdefault(row["arm"], {})
+        for cell in row["summary"]:
+            at = (cell["kind"], cell["column"])
+            if at not in cells or cell["n"] >= cells[at]["n"]:
+                cells[at] = {**cell, "memory": row["memory"], "seed": row["seed"]}
+    return arms
+
+
+def _found(
+    cells: dict[tuple[str, str], dict[str, Any]], kind: str = "number", column: str = "aware"
+) -> str:
+    """Hits that an arm has kept of the full cache's."""
+    cell = cells.get((kind, column))
+    return "-" if cell is None else f"{cell['kept']}/{cell['full_hits']}"
 
 
 def room() -> str:
@@ -87,34 +111,85 @@ def room() -> str:
     if not rows:
         return "(no results recorded yet)"
     first = rows[0]
-    lines = [
+    table = [
         f"| {first['context']:,}-token prompts, {first['new_tokens']} new tokens, memory for "
         f"{first['pool_tokens']:,} tokens | at once | by the arithmetic |",
         "|---|---|---|",
     ]
-    lines += [f"| {r['arm']} | {r['running_at_once']} | {r['predicted']} |" for r in rows]
-    return "\n".join(lines)
+    table += [f"| {r['arm']} | {r['running_at_once']} | {r['predicted']} |" for r in rows]
+    return "\n".join(table)
 
 
 def needles() -> str:
     """Needles found, of those that the full cache finds."""
-    rows = newest("quality")
-    if not rows:
+    arms = needle_cells()
+    if not arms:
         return "(no results recorded yet)"
     kinds = ("number", "word", "long")
-    seen = [f"{kind}, question {q}" for kind in kinds for q in ("seen", "not seen")]
-    lines = [f"| arm | memory | {' | '.join(seen)} |", "|---|---|" + "---|" * len(seen)]
-    for arm, row in rows.items():
-        cells = [_found(row, kind, column) for kind in kinds for column in ("aware", "agnostic")]
-        lines.append(f"| {arm} | {row['memory']:.2f} | {' | '.join(cells)} |")
-    settings = next(iter(rows.values()))["settings"]
-    lengths = " and ".join(f"{n:,}" for n in settings["lengths"])
-    lines += [
-        "",
-        f"Prompts of {lengths} tokens, {settings['samples']} samples at each of "
-        f"{len(settings['depths'])} depths: only large differences mean anything.",
+    heads = [f"{kind}, question {q}" for kind in kinds for q in ("seen", "not seen")]
+    table = [f"| arm | memory | {' | '.join(heads)} |", "|---|---|" + "---|" * len(heads)]
+    for arm, cells in arms.items():
+        found = [_found(cells, kind, column) for kind in kinds for column in ("aware", "agnostic")]
+        memory = next((c["memory"] for c in cells.values() if c["memory"] is not None), None)
+        share = "-" if memory is None else f"{memory:.2f}"
+        table.append(f"| {arm} | {share} | {' | '.join(found)} |")
+    return "\n".join(table)
+
+
+def decided() -> str:
+    """The needle figures with enough cases to decide, with their intervals."""
+    table = [
+        "| arm | memory | question | kept, of the full cache's hits | | 95 % |",
+        "|---|---|---|---|---|---|",
     ]
-    return "\n".join(lines)
+    for arm, cells in needle_cells().items():
+        for (kind, column), cell in cells.items():
+            if kind != "number" or cell["full_hits"] < ENOUGH:
+                continue
+            low, high = cell["kept_interval"]
+            asked = {"aware": "seen", "agnostic": "not seen"}[column] if arm != "none" else "-"
+            table.append(
+                f"| {arm} | {cell['memory']:.2f} | {asked} | {cell['kept']}/{cell['full_hits']} "
+                f"| {cell['kept'] / cell['full_hits']:.1%} | {low:.1%} - {high:.1%} |"
+            )
+    return "\n".join(table)
+
+
+def fidelity() -> str:
+    """Next-token agreement with the full cache, and the KL from it, by prompt length."""
+    rows = newest("quality", suite="fidelity")
+    sizes = sorted({cell["length"] for row in rows.values() for cell in row["cells"]})
+    table = [
+        f"| arm | question | {' | '.join(f'{n:,} tokens' for n in sizes)} |",
+        "|---|---|" + "---|" * len(sizes),
+    ]
+    for arm, row in rows.items():
+        for column, asked in (("aware", "seen"), ("agnostic", "not seen")):
+            cells = {c["length"]: c for c in row["cells"] if c["column"] == column}
+            if cells:
+                shown = [
+                    f"{cells[n]['agreed'] / cells[n]['tokens']:.1%}, {cells[n]['kl']:.3f}"
+                    if n in cells
+                    else "-"
+                    for n in sizes
+                ]
+                table.append(f"| {arm} | {asked} | {' | '.join(shown)} |")
+    return "\n".join(table)
+
+
+def perplexity() -> str:
+    """Perplexity of what follows the fold, beside the full cache's on the same tokens."""
+    rows = newest("quality", suite="perplexity")
+    sizes = sorted({cell["length"] for row in rows.values() for cell in row["summary"]})
+    table = [
+        f"| arm | {' | '.join(f'{n:,} tokens' for n in sizes)} |",
+        "|---|" + "---|" * len(sizes),
+    ]
+    for arm, row in rows.items():
+        cells = {c["length"]: c for c in row["summary"]}
+        shown = [f"{cells[n]['ppl']:.2f} ({cells[n]['ratio']:.3f}x)" for n in sizes if n in cells]
+        table.append(f"| {arm} | {' | '.join(shown)} |")
+    return "\n".join(table)
 
 
 def pressure() -> str:
@@ -122,18 +197,18 @@ def pressure() -> str:
     rows = newest("pressure")
     if not rows:
         return "(no results recorded yet)"
-    lines = [
+    table = [
         "| | output | beside retract | answer as with room for all, until |",
         "|---|---|---|---|",
     ]
     for arm, row in rows.items():
         ratio = f"{row['ratio_to_retract']:.2f}x" if row["ratio_to_retract"] else "-"
         same = f"{row['same_answer_until']:.0%} of it"
-        lines.append(
+        table.append(
             f"| {arm} ({row['pool_tokens']:,} tokens) | {row['output_tok_s']:.0f} tok/s "
             f"| {ratio} | {same} |"
         )
-    return "\n".join(lines)
+    return "\n".join(table)
 
 
 def methods() -> str:
@@ -155,6 +230,9 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "parameters": cli.parameter_tables,
     "presets": cli.preset_table,
     "needles": needles,
+    "decided": decided,
+    "fidelity": fidelity,
+    "perplexity": perplexity,
     "room": room,
     "pressure": pressure,
     "plan-example": partial(plan, "qwen3.8-27b", "--device", "192GB"),
@@ -178,7 +256,8 @@ SECTIONS: dict[str, Callable[[], str]] = {
 #: Where each section stands.
 DOCUMENTS = {
     "README.md": ("headline", "methods"),
-    "docs/METHODS.md": ("methods", "parameters", "presets", "needles", "room", "pressure"),
+    "docs/METHODS.md": ("methods", "parameters", "presets", "decided", "room", "pressure"),
+    "docs/QUALITY.md": ("decided", "needles", "fidelity", "perplexity"),
     "docs/PLANNER.md": (
         *("plan-example", "plan-models", "plan-methods"),
         *("plan-outgrow", "plan-attention", "plan-paging"),

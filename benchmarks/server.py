@@ -99,6 +99,11 @@ class Server:
         return self._process.poll() is None
 
     @property
+    def group(self) -> int:
+        """The process group that all its processes are in."""
+        return self._process.pid
+
+    @property
     def log(self) -> str:
         return Path(self._log.name).read_text(errors="replace")
 

@@ -17,4 +17,5 @@ mypy sglang_kv
 say "demo model"
 demo_model >/dev/null
 say "pytest"
-python -m pytest -q -m "not slow and not gpu" "$@"
+# Two processes: one for the tests that need a server, which often wait, one for all others.
+python -m pytest -q -n 2 --dist loadgroup -m "not slow and not gpu" "$@"

@@ -54,6 +54,10 @@ def run_python(tmp_path: Path) -> Callable[..., str]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("server"):
+            # One server at a time, however many processes share the tests.
+            item.add_marker(pytest.mark.xdist_group("server"))
     if shutil.which("nvidia-smi"):
         return
     for item in items:

@@ -1,0 +1,98 @@
+"""How near to the memory's limit is the decode kernel?
+
+    python benchmarks/decode_kernel.py
+
+One layer at a time, as a decode step calls it, over pages in random order: 8 requests of 4,000
+tokens, and one of 8,000, whose streams have to be split to occupy all cores. Keys and values are
+counted as read once; the limit is this machine's measured read bandwidth, and layers enough are
+walked through that no cache holds them. A line per instruction set, the plain fallback as well.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from sglang_kv.benchmarks.common import read_bandwidth_gb_s, record
+from sglang_kv.kernels import jit
+from sglang_kv.kernels.attention import decode
+from sglang_kv.kernels.layout import PagedStreams, allocate_pages
+
+SHAPES = ((8, 4000), (1, 8000))
+WALKED_BYTES = 256e6
+
+
+def random_streams(batch: int, tokens: int, layers: int, args: argparse.Namespace) -> PagedStreams:
+    """Full streams whose pages lie anywhere in the pool."""
+    per_stream = -(-tokens // args.page_size)
+    count = batch * layers * args.kv_heads * per_stream
+    pages = allocate_pages(count, args.page_size, args.head_dim, torch.bfloat16)
+    pages.normal_()
+    table = torch.randperm(count).int().view(batch, layers, args.kv_heads, per_stream)
+    desc = torch.zeros(batch, layers, args.kv_heads, 4, dtype=torch.int32)
+    desc[..., 0], desc[..., 3] = tokens, -1
+    return PagedStreams(pages, table.contiguous(), desc, torch.arange(batch, dtype=torch.int32))
+
+
+def measure(batch: int, tokens: int, args: argparse.Namespace) -> dict[str, float]:
+    kv_bytes = batch * tokens * args.kv_heads * args.head_dim * 2 * 2
+    layers = max(2, round(WALKED_BYTES / kv_bytes))
+    streams = random_streams(batch, tokens, layers, args)
+    q = torch.randn(batch, args.group * args.kv_heads, args.head_dim).bfloat16()
+    out = torch.empty_like(q)
+    rounds: list[float] = []
+    deadline = time.perf_counter() + args.seconds
+    while time.perf_counter() < deadline or len(rounds) < 5:
+        begin = time.perf_counter()
+        for layer in range(layers):
+            decode(q, streams, layer, sm_scale=args.head_dim**-0.5, out=out)
+        rounds.append((time.perf_counter() - begin) / layers)
+    call_s = statistics.median(rounds)
+    return {"call_us": round(call_s * 1e6, 1), "kv_gb_s": round(kv_bytes / call_s / 1e9, 2)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--group", type=int, default=3, help="query heads per KV head")
+    parser.add_argument("--kv-heads", type=int, default=3)
+    parser.add_argument("--head-dim", type=int, default=64)
+    parser.add_argument("--page-size", type=int, default=16)
+    parser.add_argument("--seconds", type=float, default=5, help="per shape")
+    args = parser.parse_args()
+    for isa in ("native", "plain"):
+        with_isa(isa)
+        for batch, tokens in SHAPES:
+            bandwidth = read_bandwidth_gb_s()
+            found = measure(batch, tokens, args)
+            row: dict[str, Any] = {
+                "arm": f"{isa}, {batch} x {tokens}",
+                "group": args.group,
+                "kv_heads": args.kv_heads,
+                "head_dim": args.head_dim,
+                "page_size": args.page_size,
+                "threads": torch.get_num_threads(),
+                **found,
+                "read_gb_s": round(bandwidth, 2),
+                "share_of_limit": round(found["kv_gb_s"] / bandwidth, 3),
+            }
+            record("decode_kernel", row)
+
+
+def with_isa(isa: str) -> None:
+    os.environ["SGLANG_KV_CPU_ISA"] = isa
+    jit.load_kernels.cache_clear()
+
+
+if __name__ == "__main__":
+    main()

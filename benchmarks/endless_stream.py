@@ -1,0 +1,230 @@
+"""One request that never ends: how do memory, speed and perplexity hold up past the trained length?
+
+    python benchmarks/endless_stream.py --model MODEL --text BOOK.txt --tokens 200000 --decode 20000
+    python benchmarks/endless_stream.py --model MODEL --text BOOK.txt --perplexity
+
+The first reads the text as one prompt and goes on to decode, without logprobs: head pages against
+the bound computed beforehand, resident memory of the scheduler, decode speed over time. The second
+asks for the logprob of every token of the prompt, for sinks and window, for a window without sinks,
+and, on a sample of positions, for a window computed anew for each token, the honest floor.
+One JSON line per arm.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import random
+import re
+import sys
+import threading
+import time
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from sglang_kv.benchmarks.common import record
+from sglang_kv.benchmarks.methods import PAGE, geometry_of, plan_of
+from sglang_kv.benchmarks.server import Server, generate_body
+
+BUCKET = 10_000
+WARM_UP = 500  # decoded tokens
+
+
+def token_ids(model: str, text: Path, count: int) -> list[int]:
+    """The first tokens of a text; it begins again where it is too short."""
+    from transformers import AutoTokenizer
+
+    ids: list[int] = AutoTokenizer.from_pretrained(model)(text.read_text())["input_ids"]
+    return (ids * (count // len(ids) + 1))[:count]
+
+
+class Watch(threading.Thread):
+    """Head pages that the request holds, and the scheduler's resident memory, twice a second."""
+
+    def __init__(self, server: Server):
+        super().__init__(daemon=True)
+        self.server = server
+        self.done = threading.Event()
+        self.samples: list[tuple[float, int, int]] = []  # s, pages, bytes
+        self.scheduler = self._find()
+
+    def _find(self) -> Path:
+        # SGLang's processes share the server's process group, and the scheduler is the largest.
+        group = self.server.group
+        found = []
+        for process in Path("/proc").glob("[0-9]*"):
+            try:
+                fields = (process / "stat").read_text().rsplit(")", 1)[1].split()
+                if int(fields[2]) == group:
+                    found.append((resident(process), process))
+            except OSError:  # it has ended meanwhile
+                continue
+        return max(found)[1]
+
+    def run(self) -> None:
+        while not self.done.wait(0.5):
+            held = self.server.metric("sglang_kv:head_pages_used") - self.server.metric(
+                "sglang_kv:head_pages_evictable"
+            )
+            self.samples.append((time.perf_counter(), int(held), resident(self.scheduler)))
+
+
+def resident(process: Path) -> int:
+    """Bytes."""
+    match = re.search(r"VmRSS:\s+(\d+) kB", (process / "status").read_text())
+    return int(match[1]) * 1024 if match else 0
+
+
+def start(args: argparse.Namespace) -> Server:
+    context = args.tokens + args.decode + 64
+    flags = ["--context-length", str(context), "--chunked-prefill-size", str(args.chunk)]
+    flags += ["--max-total-tokens", str(args.pool), "--page-size", str(PAGE), "--enable-metrics"]
+    flags += ["--kv-compression", "streamingllm", "--dtype", args.dtype]
+    flags += ["--decode-log-interval", "100"]
+    env = {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
+    return Server(args.model, *flags, env=env, start_timeout_s=600)
+
+
+def run_stream(args: argparse.Namespace, ids: list[int]) -> dict[str, Any]:
+    """One request, prompt and answer, without logprobs."""
+    policy = {"method": "streamingllm", "sinks": args.sinks, "recent": args.recent}
+    plan = plan_of(policy, geometry_of(args.model), len(ids))
+    published = (plan.dense_prefix or 0) // PAGE
+    bound = plan.peak_pages(len(ids), args.chunk, published=published)
+    times: list[float] = []
+    with start(args) as server:
+        server.generate(ids[: 2 * args.chunk], policy, max_new_tokens=16)  # warms up
+        server.flush()
+        watch = Watch(server)
+        begin = time.perf_counter()
+        watch.start()
+        body = generate_body(ids, policy, max_new_tokens=args.decode, ignore_eos=True)
+        report: dict[str, Any] = {}
+        for event in server.stream("/generate", body, timeout_s=6 * 3600):
+            times.append(time.perf_counter())
+            report = event["meta_info"].get("kv_compression") or report
+            if len(times) % 1000 == 1:
+                print(f"{len(times):,} tokens decoded", file=sys.stderr)
+        watch.done.set()
+        watch.join()
+    in_decode = [memory for at, _, memory in watch.samples if at > times[0]]
+    in_prompt = [memory for at, _, memory in watch.samples if begin + 20 < at < times[0]]
+    half = (len(times) - WARM_UP) // 2
+    count = min(BUCKET, half)
+    first = count / (times[WARM_UP + count] - times[WARM_UP])
+    last = count / (times[-1] - times[-1 - count])
+    return {
+        "policy": policy,
+        "logical_tokens": report["logical_tokens"],
+        "expected_logical_tokens": len(ids) + len(times) - 1,
+        "kept_tokens": report["kept_tokens"],
+        "most_head_pages": max(pages for _, pages, _ in watch.samples),
+        "bound_head_pages": bound,
+        "prompt_tok_s": round(len(ids) / (times[0] - begin), 1),
+        "decode_tok_s_first": round(first, 2),
+        "decode_tok_s_last": round(last, 2),
+        "last_to_first": round(last / first, 4),
+        "tokens_compared": count,
+        "rss_in_prompt_mib": spread(in_prompt),
+        "rss_in_decode_mib": spread(in_decode),
+    }
+
+
+def spread(samples: list[int]) -> dict[str, float]:
+    """Resident memory over time: of the first and last tenth, and the extremes."""
+    tenth = max(1, len(samples) // 10)
+    parts: dict[str, float] = {
+        "first": fmean(samples[:tenth]),
+        "last": fmean(samples[-tenth:]),
+        "least": min(samples),
+        "most": max(samples),
+    }
+    return {name: round(value / 2**20, 1) for name, value in parts.items()}
+
+
+def run_perplexity(server: Server, ids: list[int], policy: dict[str, Any]) -> list[float]:
+    """Mean negative logprob of each bucket of positions."""
+    answer = server.post(
+        "/generate",
+        generate_body(ids, policy, max_new_tokens=1, return_logprob=True, logprob_start_len=0),
+        timeout_s=6 * 3600,
+    )
+    losses: list[float] = [-entry[0] for entry in answer["meta_info"]["input_token_logprobs"][1:]]
+    return [fmean(losses[i : i + BUCKET]) for i in range(0, len(losses), BUCKET)]
+
+
+def recomputed(server: Server, ids: list[int], window: int, samples: int) -> dict[int, list[float]]:
+    """The loss of sampled tokens, each after a prompt that is its window and nothing else."""
+    found: dict[int, list[float]] = {}
+    buckets = range(BUCKET, len(ids) - 1, BUCKET)
+    for bucket in buckets:
+        rng = random.Random(bucket)
+        for at in sorted(rng.sample(range(bucket, min(bucket + BUCKET, len(ids))), samples)):
+            answer = server.generate(
+                ids[at - window : at + 1],
+                {"method": "none"},
+                max_new_tokens=1,
+                return_logprob=True,
+                logprob_start_len=window - 1,
+            )
+            logprob: float = answer["meta_info"]["input_token_logprobs"][-1][0]
+            found.setdefault(bucket, []).append(-logprob)
+    return found
+
+
+def perplexities(args: argparse.Namespace, ids: list[int]) -> None:
+    window = args.sinks + args.recent
+    arms = {
+        f"{args.sinks} sinks": {"sinks": args.sinks, "recent": args.recent},
+        "no sinks": {"sinks": 0, "recent": window},
+    }
+    with start(args) as server:
+        for arm, sizes in arms.items():
+            policy = {"method": "streamingllm", **sizes}
+            losses = run_perplexity(server, ids, policy)
+            row: dict[str, Any] = {
+                "policy": policy,
+                "perplexity": [round(math.exp(x), 3) for x in losses],
+            }
+            record("endless_stream", {"arm": arm, "tokens": len(ids), "bucket": BUCKET, **row})
+        found = recomputed(server, ids, window, args.samples)
+        every = [loss for losses in found.values() for loss in losses]
+        row = {
+            "window": window,
+            "samples": args.samples,
+            "perplexity": [round(math.exp(fmean(x)), 3) for x in found.values()],
+            "perplexity_of_all": round(math.exp(fmean(every)), 3),
+        }
+        arm = "recomputed window, sampled"
+        record("endless_stream", {"arm": arm, "tokens": len(ids), "bucket": BUCKET, **row})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--text", type=Path, required=True)
+    parser.add_argument("--tokens", type=int, default=200_000)
+    parser.add_argument("--decode", type=int, default=20_000)
+    parser.add_argument("--sinks", type=int, default=4)
+    parser.add_argument("--recent", type=int, default=1020)
+    parser.add_argument("--chunk", type=int, default=2048)
+    parser.add_argument("--pool", type=int, default=8192, help="memory, in tokens of full KV")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--perplexity", action="store_true")
+    parser.add_argument("--samples", type=int, default=4, help="recomputed tokens per bucket")
+    args = parser.parse_args()
+    ids = token_ids(args.model, args.text, args.tokens)
+    if args.perplexity:
+        perplexities(args, ids)
+        return
+    row = run_stream(args, ids)
+    record("endless_stream", {"arm": "memory and speed", "tokens": len(ids), **row})
+
+
+if __name__ == "__main__":
+    main()
