@@ -28,10 +28,13 @@ from sglang_kv.benchmarks.server import Server, generate_body
 from sglang_kv.compression import Geometry, Plan, parse_policy
 from sglang_kv.compression.base import methods
 from sglang_kv.compression.gates import find_gates
+from sglang_kv.planner.find import find_model
+from sglang_kv.planner.memory import Serving, request_need
 
 pytestmark = uses_server("small")
 
 PROMPT = 600
+DEMO = find_model("smollm2-135m-instruct")
 GEOMETRY = Geometry(30, 3, 16, find_gates("SmolLM2-135M-Instruct", 30, 3))
 
 SNAPKV: dict[str, Any] = {"method": "snapkv", "budget": 128}
@@ -123,6 +126,10 @@ def test_the_report_is_the_arithmetic_of_the_plan(server: Server, spec: dict[str
     assert 0 < found["kept_pages"] < 38 * STREAMS
     if "decode_budget" not in spec and spec.get("interval") is None:
         assert found["kept_pages"] == plan.pages(PROMPT + 5)
+        need = request_need(
+            DEMO, parse_policy(spec), Serving(page_size=16), PROMPT, 5, GEOMETRY.gates
+        )
+        assert found["kept_bytes"] == need.kv
 
 
 @every_policy
