@@ -112,6 +112,8 @@ def gated_adder(base: Any, ledger: PhysicalLedger) -> type[PrefillAdder]:
             if ledger.pressure is not None and state.scores_for_pressure:
                 return peak, 0
             left = max(req.sampling_params.max_new_tokens - len(req.output_ids), 0)
+            if ledger.tree is not None:
+                peak += ledger.tree.copies_ahead(state, req.last_node, tokens + left)
             end = state.plan.pages(tokens + min(left, CLIP_MAX_NEW_TOKENS))
             return peak, max(0, end - held * ledger.num_streams - peak)
 

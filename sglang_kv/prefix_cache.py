@@ -15,10 +15,12 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams, MatchResult
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey, TreeNode
 
 from sglang_kv.request import RequestState
+from sglang_kv.snapshots import SnapshotStore
 from sglang_kv.state import PhysicalLedger
 
 
@@ -30,6 +32,7 @@ class HeadPageRadixCache(RadixCache):
         self._readers: dict[TreeNode, int] = {}
         self._hollow: set[TreeNode] = set()
         self._idle_tokens = 0  # resident, and read by nobody
+        self.snapshots = SnapshotStore(self)
         super().__init__(params)
         ledger.tree = self
 
@@ -37,6 +40,7 @@ class HeadPageRadixCache(RadixCache):
         self._readers.clear()
         self._hollow.clear()
         self._idle_tokens = 0
+        self.snapshots.clear()
         super().reset()
 
     # -- matching and publishing --
@@ -45,11 +49,23 @@ class HeadPageRadixCache(RadixCache):
         """As SGLang's, but no deeper than the request's policy may share."""
         state: RequestState | None = getattr(params.req, "sglang_kv", None)
         limit = state.match_limit() if state is not None else None
+        plain = params
         if limit is not None and len(params.key) > limit:
-            params = MatchPrefixParams(
+            plain = MatchPrefixParams(
                 key=params.key[:limit], cow_mamba=params.cow_mamba, req=params.req
             )
-        return super().match_prefix(params)
+        match = super().match_prefix(plain)
+        if state is None or self.disable:
+            return match
+        node = self.snapshots.find(state, params.key, longer_than=match.device_prefix_len)
+        if node is None:
+            return match
+        return MatchResult(
+            device_prefix_len=len(node.key),
+            last_device_node=node,
+            last_host_node=node,
+            best_match_node=node,
+        )
 
     def _match_prefix_helper(
         self, node: TreeNode, key: RadixKey
@@ -131,6 +147,10 @@ class HeadPageRadixCache(RadixCache):
 
     def _delete_leaf(self, node: TreeNode) -> None:
         assert node not in self._readers, "a node that a request reads was deleted"
+        if self.snapshots.is_leaf(node):
+            self.snapshots.forget(node)
+            self.snapshots.unlink(node)
+            return
         super()._delete_leaf(node)
         if node in self._hollow:
             self._hollow.discard(node)
@@ -148,16 +168,20 @@ class HeadPageRadixCache(RadixCache):
             for step in self._path(node):
                 count = self._readers.get(step, 0)
                 self._readers[step] = count + 1
-                if count == 0 and step not in self._hollow:
+                if count == 0 and self._holds_pages(step):
                     self._idle_tokens -= len(step.key)
         if state.reader_node is not None:
             for step in self._path(state.reader_node):
                 self._readers[step] -= 1
                 if self._readers[step] == 0:
                     del self._readers[step]
-                    if step not in self._hollow:
+                    if self._holds_pages(step):
                         self._idle_tokens += len(step.key)
         state.reader_node = node
+
+    def _holds_pages(self, node: TreeNode) -> bool:
+        """Whether the node's ids have memory: they have not if it was emptied, or is a snapshot."""
+        return node not in self._hollow and not self.snapshots.is_leaf(node)
 
     def pages_of_others(self, state: RequestState) -> int:
         """Leading token pages of ``state`` that another request reads through the tree."""
@@ -166,10 +190,35 @@ class HeadPageRadixCache(RadixCache):
         shared = (n for n in self._path(state.reader_node) if self._readers.get(n, 0) > 1)
         return sum(len(node.key) for node in shared) // self.page_size
 
+    # -- where sessions go on --
+
+    def resume(self, state: RequestState) -> None:
+        """A request that matched a snapshot begins with its streams."""
+        self.snapshots.resume(state)
+
+    def remember(self, state: RequestState) -> None:
+        """A request is about to leave: if it has come to its end, the next turn may go on there."""
+        req = state.req
+        if (
+            self.ledger.publishes(state)
+            and req.finished()
+            and not isinstance(req.finished_reason, FINISH_ABORT)
+        ):
+            self.snapshots.take(state, req.origin_input_ids + req.output_ids)
+
+    def copies_ahead(self, state: RequestState, node: TreeNode, length: int) -> int:
+        """Pages that going on from a snapshot takes besides; 0 for any other node."""
+        return self.snapshots.copies_ahead(state, node, length)
+
+    def snapshot_refs(self) -> NDArray[np.int32]:
+        """References that snapshots hold, by page."""
+        return self.snapshots.refs
+
     def idle_pages(self) -> int:
         """Head pages that nobody reads through the tree (some may be shared with a private
         request, and would not be freed by emptying their node)."""
-        return self._idle_tokens // self.page_size * self.ledger.num_streams
+        of_nodes = self._idle_tokens // self.page_size * self.ledger.num_streams
+        return of_nodes + self.snapshots.idle_pages()
 
     def evict_pages(self, want_free: int) -> bool:
         """Empty nodes that nobody reads, deepest and least recently used first, until
@@ -180,10 +229,15 @@ class HeadPageRadixCache(RadixCache):
             return True
         if self.disable:
             return False
-        heap = [(n.last_access_time, n.id, n) for n in self._nodes() if self._can_empty(n)]
+        candidates = [n for n in self._nodes() if self._can_empty(n)]
+        candidates += [n for n in self.snapshots.of_node if n not in self._readers]
+        heap = [(n.last_access_time, n.id, n) for n in candidates]
         heapq.heapify(heap)
         while heap and pool.num_free < want_free:
             _, _, node = heapq.heappop(heap)
+            if node in self.snapshots.of_node:
+                self.snapshots.drop(node)
+                continue
             parent = node.parent
             self._empty(node)
             if parent is not self.root_node and self._can_empty(parent):

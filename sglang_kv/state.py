@@ -46,6 +46,14 @@ class Readers(Protocol):
 
     def pages_of_others(self, state: RequestState) -> int: ...
 
+    def resume(self, state: RequestState) -> None: ...
+
+    def remember(self, state: RequestState) -> None: ...
+
+    def copies_ahead(self, state: RequestState, node: Any, length: int) -> int: ...
+
+    def snapshot_refs(self) -> NDArray[np.int32]: ...
+
 
 @dataclass(frozen=True)
 class LedgerStats:
@@ -149,6 +157,8 @@ class PhysicalLedger:
         pairs = zip(req_pool_indices_cpu.tolist(), target_seq_lens_cpu.tolist(), strict=True)
         for row, target in pairs:
             state = self.rows[row]
+            if state.length == 0 and self.tree is not None:
+                self.tree.resume(state)
             self.dropper.drop(state, max(state.length, int(state.req.prefix_len)))
             self.dropper.rebase(state, target)
             if state.private:
@@ -160,6 +170,8 @@ class PhysicalLedger:
     def free(self, row: int) -> None:
         """The request leaves its row: finished, aborted or retracted."""
         state = self.rows.pop(row)
+        if self.tree is not None:
+            self.tree.remember(state)
         state.note(self.page_bytes, float(self.streams.desc[state.slot, :, :, KV_LEN].mean()))
         self.scored -= state.scores
         if state.private:
@@ -316,6 +328,10 @@ class PhysicalLedger:
         kv_len = self.streams.desc[state.slot, :, :, KV_LEN]
         grown = int((kv_len % self.page_size == 0).sum())
         if self.dropper.rebases(state, state.length + 1):
+            if not state.private:  # its first drop comes with it: what the tree has is shared then
+                return grown + int(state.req.kv.cache_protected_len) // self.page_size * (
+                    self.num_streams
+                )
             return grown + int((self.pool.refs[self.lists(state)] > 1).sum())
         plan, position = state.plan, state.length
         if state.private or not isinstance(plan, FoldPlan) or plan.by_page:
@@ -353,6 +369,8 @@ class PhysicalLedger:
         for state in self.rows.values():
             if state.private:
                 np.add.at(refs, self.lists(state), 1)
+        if self.tree is not None:
+            refs += self.tree.snapshot_refs()
         if (refs != self.pool.refs).any():
             bad = np.flatnonzero(refs != self.pool.refs)
             raise AssertionError(f"{len(bad)} head pages have references nobody holds: {bad[:8]}")

@@ -78,13 +78,15 @@ class Window(NamedTuple):
     def first_page(self, position: int, page_size: int) -> int:
         """First token page after the sinks that a query at ``position`` still needs.
 
-        The one place where host and kernels take the window's edge from: the page of
-        position ``position - window_left``, never before the end of the sinks.
+        The one place where the host takes the window's edge from: the page of the oldest position
+        that a query anywhere in the page of ``position`` sees, never before the end of the sinks.
+        A window that moves page by page never holds more pages than one that moves by tokens,
+        and is whole at each page's beginning, where a session may go on.
         """
         sinks = self.sink_pages(page_size)
         if self.window_left < 0:
             return sinks
-        return max(sinks, (position - self.window_left) // page_size)
+        return max(sinks, (position // page_size * page_size - self.window_left) // page_size)
 
     def pages(self, num_tokens: int, page_size: int) -> int:
         """Pages one stream holds once ``num_tokens`` are computed and the rest dropped."""

@@ -8,10 +8,10 @@ import pytest
 
 pytest.importorskip("sglang")
 
-from ledger_harness import HEADS, LAYERS, Harness, Req
+from ledger_harness import CONTEXT, HEADS, LAYERS, Harness, Req
 from policies import all_variants
 
-from sglang_kv.compression import parse_policy
+from sglang_kv.compression import Compressor, parse_policy
 from sglang_kv.pressure import Pressure
 
 NONE = parse_policy("none")
@@ -172,13 +172,19 @@ def test_random_traffic(seed: int) -> None:
     stems = [[rng.randrange(1000) for _ in range(50)] for _ in range(3)]
     prefilling: list[Req] = []
     decoding: list[Req] = []
+    ended: list[tuple[list[int], Compressor]] = []
     owed: list[Req] = []  # prefilled, result not processed: SGLang is a step behind
     for _ in range(250):
         move = rng.random()
         if move < 0.25 and len(h.running) < 8:
             stem = rng.choice(stems)[: rng.randrange(1, 50)]
             tail = [rng.randrange(1000) for _ in range(rng.randrange(1, 30))]
-            req = Req(stem + tail, rng.choice(policies), evictable=rng.random() < 0.5)
+            policy = rng.choice(policies)
+            if ended and rng.random() < 0.4:  # the next turn of a session
+                stem, policy = rng.choice(ended)
+            if len(stem) + len(tail) > CONTEXT - 100:
+                continue
+            req = Req(stem + tail, policy, evictable=rng.random() < 0.5)
             h.admit(req)
             h.extend(req, rng.choice([3, 16, 100]))
             prefilling.append(req)
@@ -205,7 +211,10 @@ def test_random_traffic(seed: int) -> None:
             h.decode(rng.choice(decoding), rng.randrange(1000))
         elif move < 0.93 and decoding:
             req = decoding.pop(rng.randrange(len(decoding)))
-            h.release(req, publish=rng.random() < 0.7)
+            publish = rng.random() < 0.7
+            h.release(req, publish=publish)
+            if publish:
+                ended = [*ended[-4:], (list(req.full_untruncated_fill_ids), req.policy)]
         elif move < 0.96 and prefilling:
             h.release(prefilling.pop(), publish=False)
         elif move < 0.98:

@@ -15,7 +15,7 @@ import torch
 pytest.importorskip("sglang")
 
 from paper_loop import llama_logprobs
-from serving import NONE, eventually, ledger, refusal
+from serving import NONE, eventually, flush, ledger, refusal
 
 from sglang_kv.benchmarks.server import Server
 
@@ -120,3 +120,22 @@ def test_who_keeps_original_positions_ends_at_the_trained_length(
         assert answer["meta_info"]["completion_tokens"] == TRAINED - 100
     said = refusal(lambda: server.generate(text_ids[:10], {**POLICY, "recent": 110}))
     assert "kv_compression.recent" in said
+
+
+def test_the_next_turn_computes_only_what_is_new(server: Server, text_ids: list[int]) -> None:
+    """Warm as cold, past the trained length, to the third turn."""
+    ids, known = text_ids[:200], 0
+    flush(server)
+    for turn in range(3):
+        ask = {"max_new_tokens": 40, "ignore_eos": True, "return_logprob": True}
+        warm = server.generate(ids, POLICY, **ask)
+        cached = warm["meta_info"]["cached_tokens"]
+        assert cached == known // 16 * 16
+        if turn:
+            flush(server)
+            cold = server.generate(ids, POLICY, **ask)
+            assert cold["meta_info"]["cached_tokens"] == 0
+            assert cold["output_ids"] == warm["output_ids"]
+            torch.testing.assert_close(logprobs(warm), logprobs(cold), atol=2e-3, rtol=0)
+        known = len(ids) + 39  # nobody has computed the last token
+        ids = ids + warm["output_ids"] + text_ids[1000 * turn : 1000 * turn + 37]

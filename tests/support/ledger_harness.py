@@ -52,6 +52,8 @@ class Req:
         self.prefix_len = self.extend_end = 0
         self.sampling_params = SimpleNamespace(max_new_tokens=64, ignore_eos=False)
         self.policy, self.evictable = policy, evictable
+        self.done = False
+        self.finished_reason = None
         self.digests: dict[int, int] = {}
         self.dense_until = CONTEXT  # tokens after a drop have other KV
         self.sglang_kv: RequestState = None  # type: ignore[assignment]  # from `Harness.admit` on
@@ -61,7 +63,7 @@ class Req:
         return self.origin_input_ids + self.output_ids
 
     def finished(self) -> bool:
-        return False
+        return self.done
 
 
 class Harness:
@@ -148,6 +150,7 @@ class Harness:
 
     def release(self, req: Req, *, publish: bool) -> None:
         """SGLang's ``release_kv_cache``."""
+        req.done = publish
         if publish:
             self.tree.checkpoint(req, up_to=req.extend_end)
         self.tree.free_kv_row(req.kv, [(req.kv.cache_protected_len, req.extend_end)])

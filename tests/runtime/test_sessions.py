@@ -1,0 +1,169 @@
+"""Turn after turn: a session goes on where its last turn ended, and computes what is new."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+pytest.importorskip("sglang")
+
+from ledger_harness import HEADS, LAYERS, Harness, Req
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+
+from sglang_kv.compression import parse_policy
+
+STREAMING = {"method": "streamingllm", "sinks": 4, "recent": 21}
+DUO = {"method": "duoattention", "sinks": 3, "recent": 18, "sparsity": 0.5}
+
+
+def turn(
+    h: Harness, ids: list[int], policy: dict[str, Any], answer: int, *, chunk: int = 29
+) -> tuple[list[int], int]:
+    """Serve a prompt to its end. Returns the session so far, and how much of it was known."""
+    req = Req(ids, parse_policy(policy))
+    h.admit(req)
+    known = req.prefix_len
+    while req.extend_end < len(ids):
+        h.extend(req, chunk)
+        h.checkpoint(req)
+    for token in range(answer):
+        h.decode(req, 5000 + len(ids) + token)
+    h.release(req, publish=True)
+    return [*ids, *req.output_ids], known
+
+
+def words(count: int, seed: int = 0) -> list[int]:
+    return random.Random(seed).choices(range(1000), k=count)
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize("policy", [STREAMING, {**STREAMING, "recent": 20}, DUO])
+def test_a_session_computes_only_what_is_new(page_size: int, policy: dict[str, Any]) -> None:
+    h = Harness(page_size=page_size, pool_tokens=4096, virtual_tokens=8192)
+    ids = words(90)
+    for new in (0, 3, 17, 16, 40, 1):
+        computed = len(ids)
+        ids = [*ids, *words(new, seed=new)]
+        before = len(ids)
+        ids, known = turn(h, ids, policy, answer=1 + new % 7)
+        if new == 0:
+            assert known == 0
+        elif before - new > 90:
+            assert known >= computed // page_size * page_size
+    h.check_empty()
+
+
+def test_from_one_end_two_ways_lead_on() -> None:
+    h = Harness(page_size=4, pool_tokens=4096, virtual_tokens=8192)
+    ids, _ = turn(h, words(100), STREAMING, answer=8)
+    for seed in (1, 2, 3):
+        _, known = turn(h, [*ids, *words(30, seed)], STREAMING, answer=5)
+        assert known == 108
+    # Both at once, while a third one decodes on the same pages.
+    reqs = [Req([*ids, *words(9, seed)], parse_policy(STREAMING)) for seed in (4, 5)]
+    for req in reqs:
+        h.admit(req)
+        assert req.prefix_len == 108
+    for req in reqs:
+        h.extend(req, 64)
+        h.checkpoint(req)
+    for token in range(40):
+        for req in reqs:
+            h.decode(req, token)
+    for req in reqs:
+        h.release(req, publish=False)
+    h.check_empty()
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {**STREAMING, "recent": 22},
+        {**STREAMING, "positions": "original"},
+        {**STREAMING, "fold_at": 50},
+        {"method": "none"},
+        DUO,
+    ],
+)
+def test_no_other_policy_goes_on_from_it(other: dict[str, Any]) -> None:
+    h = Harness(page_size=4, pool_tokens=4096, virtual_tokens=8192)
+    ids, _ = turn(h, words(100), STREAMING, answer=8)
+    _, known = turn(h, [*ids, 1, 2, 3], other, answer=3)
+    assert known <= 24 + 4  # the dense prefix that all share
+    h.check_empty()
+
+
+def test_no_other_tenant_goes_on_from_it() -> None:
+    h = Harness(page_size=4, pool_tokens=4096, virtual_tokens=8192)
+    ids, _ = turn(h, words(100), STREAMING, answer=8)
+    for name in ("extra_key", "cache_salt"):
+        req = Req([*ids, 1, 2, 3], parse_policy(STREAMING))
+        setattr(req, name, "other")
+        req.sglang_kv = None  # type: ignore[assignment]
+        h.admit(req)
+        assert req.prefix_len <= 28
+        h.tree.set_reader(req.sglang_kv, None)
+        h.tree.unlock(req.lock)
+
+
+def test_memory_is_given_back_when_it_is_wanted() -> None:
+    h = Harness(page_size=4, pool_tokens=4096, virtual_tokens=8192)
+    ids, _ = turn(h, words(100), STREAMING, answer=8)
+    held = h.ledger.pool.num_used
+    assert held == h.tree.idle_pages() > 0
+    assert h.tree.evict_pages(h.ledger.pool.num_pages)
+    h.check_empty()
+    _, known = turn(h, [*ids, 1, 2, 3], STREAMING, answer=3)
+    assert known == 0
+    h.check_empty()
+
+
+def test_a_snapshot_that_is_in_use_keeps_its_ids() -> None:
+    h = Harness(page_size=4, pool_tokens=4096, virtual_tokens=8192)
+    ids, _ = turn(h, words(100), STREAMING, answer=8)
+    req = Req([*ids, *words(20, 7)], parse_policy(STREAMING))
+    h.admit(req)
+    h.extend(req, 64)
+    h.checkpoint(req)
+    h.tree.evict_pages(h.ledger.pool.num_pages)
+    h.check()
+    for token in range(30):
+        h.decode(req, token)
+    h.release(req, publish=True)
+    h.check_empty()
+
+
+def test_when_names_run_out_older_ends_go() -> None:
+    h = Harness(page_size=4, pool_tokens=4096, virtual_tokens=512)
+    for seed in range(12):
+        if h.allocator.available_size() < 128:  # as SGLang does before it allocates
+            h.tree.evict(EvictParams(num_tokens=128))
+        turn(h, words(100, seed), STREAMING, answer=4)
+        h.check()
+    assert 0 < len(h.tree.snapshots.of_node) < 12
+    h.check_empty()
+
+
+def test_who_was_aborted_or_retracted_leaves_nothing() -> None:
+    h = Harness(page_size=4, pool_tokens=4096, virtual_tokens=8192)
+    req = Req(words(100), parse_policy(STREAMING))
+    h.admit(req)
+    while req.extend_end < 100:
+        h.extend(req, 29)
+        h.checkpoint(req)
+    h.release(req, publish=False)
+    assert not h.tree.snapshots.of_node
+    h.check_empty()
+
+
+def test_ends_of_one_session_share_pages() -> None:
+    """The full heads' pages of all turns are the same ones."""
+    h = Harness(page_size=4, pool_tokens=4096, virtual_tokens=8192)
+    ids = words(200)
+    for _ in range(5):
+        ids, _ = turn(h, [*ids, 1, 2, 3, 4], DUO, answer=5)
+    pages = -(-len(ids) // 4) * LAYERS * HEADS
+    assert h.tree.idle_pages() == h.ledger.pool.num_used < 2 * pages
+    h.check_empty()
