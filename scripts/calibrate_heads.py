@@ -1,14 +1,15 @@
-"""Find a model's retrieval heads without training, and write them as a gates file.
+"""``sglang-kv calibrate`` from a checkout: find a model's retrieval heads, write its gates file.
 
     python scripts/calibrate_heads.py MODEL --out gates.json
-    python scripts/calibrate_heads.py MODEL --check gates.json     # does it still find passkeys?
 
-The work is in `sglang_kv.calibration`.
+docs/CALIBRATION.md says how to choose a method and how to judge the result.
 """
 
 from __future__ import annotations
 
-from sglang_kv.calibration.command import main
+import sys
+
+from sglang_kv.cli import main
 
 if __name__ == "__main__":
-    main()
+    main(["calibrate", *sys.argv[1:]])

@@ -1,4 +1,4 @@
-"""``sglang-kv``: what this installation can do, without starting a server."""
+"""``sglang-kv``: methods and their parameters, calibration of head gates; starts no server."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import dataclasses
 import json
 
 import sglang_kv
+from sglang_kv.calibration.command import add_commands
 from sglang_kv.compression.base import methods
 from sglang_kv.planner import command
 from sglang_kv.presets import PRESETS
@@ -58,14 +59,15 @@ def main(argv: list[str] | None = None) -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     methods_parser = commands.add_parser("methods", help="the methods and their parameters")
     methods_parser.set_defaults(run=print_methods)
+    add_commands(commands)
     command.add_parser(commands)
     args = parser.parse_args(argv)
-    raise SystemExit(args.run(args))
+    if status := args.run(args):
+        raise SystemExit(status)
 
 
-def print_methods(_args: argparse.Namespace) -> int:
+def print_methods(_args: argparse.Namespace) -> None:
     print(method_table(), parameter_tables(), preset_table(), sep="\n\n")
-    return 0
 
 
 if __name__ == "__main__":

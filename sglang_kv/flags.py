@@ -10,7 +10,7 @@ from typing import Any
 
 from sglang_kv.compression import PolicyError, method_names
 from sglang_kv.compression.base import methods
-from sglang_kv.compression.gates import are_shipped, load_gates
+from sglang_kv.compression.gates import has_gates, load_gates
 from sglang_kv.config import PRESSURE_KEY, PRESSURES, REQUEST_KEY, Options
 from sglang_kv.presets import PRESETS, apply_preset
 
@@ -76,7 +76,7 @@ def _add_model_flags(group: Any) -> None:
         "--kv-gates",
         metavar="FILE",
         help="The model's head gates, for duoattention and for layers whose heads choose together: "
-        "JSON of scripts/calibrate_heads.py, or a published pattern's TSV or its folder (default: "
+        "JSON of sglang-kv calibrate, or a published pattern's TSV or its folder (default: "
         "what is shipped for the model, if anything).",
     )
 
@@ -117,7 +117,7 @@ def options_from_flags(args: argparse.Namespace) -> Options:
     if args.kv_preset is not None:
         if args.kv_compression is not None:
             raise PolicyError("--kv-preset: give either --kv-preset or --kv-compression, not both")
-        gates = args.kv_gates or values["gates"] or are_shipped(str(args.model_path))
+        gates = args.kv_gates or values["gates"] or has_gates(str(args.model_path))
         values |= apply_preset(args.kv_preset, values["config"], has_gates=bool(gates))
     for name, flag in (
         ("method", "kv_compression"),

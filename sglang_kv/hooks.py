@@ -11,7 +11,7 @@ from sglang_kv.admission import check_request, gated_adder
 from sglang_kv.capacity import log_plan
 from sglang_kv.compression import Geometry, PolicyError, parse_policy
 from sglang_kv.compression.base import shorten
-from sglang_kv.compression.gates import HeadGates, find_gates, load_gates
+from sglang_kv.compression.gates import HeadGates, find_gates, load_gates, require_model
 from sglang_kv.config import PRESSURE_KEY, REQUEST_KEY, Options
 from sglang_kv.flags import add_flags, options_from_flags
 from sglang_kv.fold import Folder
@@ -139,16 +139,12 @@ def _configure(result: Any, self: Any, **_kwargs: Any) -> None:
 
 
 def _gates(options: Options, model_config: Any) -> HeadGates | None:
-    """The operator's gates, else those that are shipped for the model."""
+    """The operator's gates, else those that are found for the model."""
     layers, heads = model_config.num_hidden_layers, model_config.get_total_num_kv_heads()
     if options.gates is None:
         return find_gates(model_config.model_path, layers, heads)
     gates = load_gates(options.gates)
-    if gates.values.shape != (layers, heads):
-        raise PolicyError(
-            f"--kv-gates: {options.gates} holds gates for {gates.values.shape[0]} layers of "
-            f"{gates.values.shape[1]} KV heads, this model has {layers} of {heads}"
-        )
+    require_model(gates, model_config.model_path, layers, heads)
     return gates
 
 

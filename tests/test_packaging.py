@@ -116,6 +116,29 @@ def test_an_installed_wheel_brings_the_stand_in(
     assert not run_python(code, python=installed).startswith(venv)
 
 
+def test_an_installed_wheel_calibrates(
+    installed: str, run_python: Callable[..., str], tmp_path: Path
+) -> None:
+    """The demo's text is not in it, so one has to be named."""
+    code = (
+        "import contextlib, io, pathlib, sys\n"
+        f"sys.path.insert(0, {str(ROOT / 'tests/support')!r})\n"
+        "from tiny_model import TEXT, tiny_llama, tiny_tokenizer\n"
+        "from sglang_kv import cli\n"
+        "tiny_llama().save_pretrained('tiny'); tiny_tokenizer().save_pretrained('tiny')\n"
+        "pathlib.Path('t.txt').write_text(TEXT)\n"
+        "options = ['calibrate', 'tiny', '--out', 'g.json', '--method', 'training-free',\n"
+        "           '--samples', '1', '--lengths', '900', '900', '--threads', '1']\n"
+        "said = io.StringIO()\n"
+        "with contextlib.suppress(SystemExit), contextlib.redirect_stderr(said):\n"
+        "    cli.main(options)\n"
+        "print('name any text' in said.getvalue())\n"
+        "cli.main([*options, '--text', 't.txt'])\n"
+    )
+    assert run_python(code, python=installed).splitlines()[-2:] == ["True", "g.json"]
+    assert '"method": "training-free"' in (tmp_path / "g.json").read_text()
+
+
 def test_an_editable_install_brings_the_stand_in_too(tmp_path: Path) -> None:
     options = ("--no-deps", "--no-build-isolation", "--no-index", "--target", str(tmp_path))
     subprocess.run([*PIP, "install", *options, "--editable", str(ROOT)], check=True)

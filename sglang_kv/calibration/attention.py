@@ -1,6 +1,6 @@
 """Attention functions that take the place of a transformers model's own, for a while.
 
-Both see queries and keys after the rotary embedding. They expect one sequence without
+They see queries and keys after the rotary embedding. They expect one sequence without
 padding and without a cache, and never hold a whole attention matrix.
 """
 
@@ -70,12 +70,56 @@ def attention(model: Any, attend: Attend) -> Iterator[None]:
         model.set_attn_implementation(before)
 
 
+def require_supported(model: Any) -> None:
+    """Refuse a model whose heads cannot be told apart here, before anything long begins.
+
+    Raises:
+        NotImplementedError: the message names the model and what it has.
+    """
+    layers, heads, kv_heads = shape(model.config)
+    kind = model.config.model_type
+    seen: dict[int, tuple[int, int]] = {}
+
+    def attend(
+        layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float
+    ) -> torch.Tensor:
+        if q.shape[-1] != v.shape[-1]:
+            raise NotImplementedError(
+                f"{kind}: calibration knows no keys of {q.shape[-1]} and values of {v.shape[-1]}"
+            )
+        seen[layer] = (q.shape[0], k.shape[0])
+        return full(layer, q, k, v, scaling)
+
+    with torch.inference_mode(), attention(model, attend):
+        model.base_model(torch.zeros(1, 2, dtype=torch.long, device=model.device), use_cache=False)
+    if seen != dict.fromkeys(range(layers), (heads, kv_heads)):
+        raise NotImplementedError(
+            f"{kind}: calibration reaches {len(seen)} of its {layers} layers; the others do not "
+            "take their attention from transformers' registry of attention functions"
+        )
+
+
 def causal(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, **options: Any
 ) -> torch.Tensor:
     """Attention of [heads, tokens, dim]; causal unless ``options`` hold a mask."""
     options = options or {"is_causal": True}
     return scaled_dot_product_attention(q[None], k[None], v[None], scale=scaling, **options)[0]
+
+
+def full(
+    layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float
+) -> torch.Tensor:
+    """The model's own attention."""
+    return causal(q, *_per_query_head(q, k, v), scaling)
+
+
+def _per_query_head(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values once for each query head of their group."""
+    group = q.shape[0] // k.shape[0]
+    return k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
 
 
 def recording(mass: np.ndarray[Any, np.dtype[np.float32]], rows: range, columns: range) -> Attend:
@@ -90,8 +134,7 @@ def recording(mass: np.ndarray[Any, np.dtype[np.float32]], rows: range, columns:
     def attend(
         layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float
     ) -> torch.Tensor:
-        group = q.shape[0] // k.shape[0]
-        k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
+        k, v = _per_query_head(q, k, v)
         logits = q[:, rows.start : rows.stop].float() @ k.float().transpose(1, 2) * scaling
         positions = torch.arange(k.shape[1], device=k.device)
         hidden = positions[None] > positions[rows.start : rows.stop, None]
@@ -113,31 +156,65 @@ def duo(retrieval: np.ndarray[Any, np.dtype[np.bool_]], sinks: int, recent: int)
         layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float
     ) -> torch.Tensor:
         group = q.shape[0] // k.shape[0]
-        k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
-        full = torch.from_numpy(retrieval[layer]).repeat_interleave(group).to(q.device)
-        if full.all():
+        k, v = _per_query_head(q, k, v)
+        keep = torch.from_numpy(retrieval[layer]).repeat_interleave(group).to(q.device)
+        if keep.all():
             return causal(q, k, v, scaling)
         out = torch.empty_like(q)
-        if full.any():
-            out[full] = causal(q[full], k[full], v[full], scaling)
-        out[~full] = _streaming(q[~full], k[~full], v[~full], scaling, sinks, recent)
+        if keep.any():
+            out[keep] = causal(q[keep], k[keep], v[keep], scaling)
+        out[~keep] = _streaming(q[~keep], k[~keep], v[~keep], scaling, sinks, recent)
         return out
 
     return attend
 
 
+def mixed(gates: torch.Tensor, sinks: int, recent: int) -> Attend:
+    """``gate * full + (1 - gate) * streaming`` in every head, differentiable in all of them.
+
+    Args:
+        gates: fp32 [layers, kv_heads].
+        sinks, recent: as for `duo`.
+    """
+
+    def attend(
+        layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float
+    ) -> torch.Tensor:
+        group = q.shape[0] // k.shape[0]
+        k, v = _per_query_head(q, k, v)
+        dense = causal(q, k, v, scaling)
+        same = sinks + recent + 1  # the first queries have lost no key
+        if q.shape[1] <= same:
+            return dense
+        stream = _streaming(q, k, v, scaling, sinks, recent, same)
+        gate = gates[layer].repeat_interleave(group)[:, None, None]
+        mix = gate * dense[:, same:].float() + (1 - gate) * stream.float()
+        return torch.cat([dense[:, :same], mix.to(q.dtype)], 1)
+
+    return attend
+
+
 def _streaming(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, sinks: int, recent: int
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scaling: float,
+    sinks: int,
+    recent: int,
+    begin: int = 0,
 ) -> torch.Tensor:
-    out = torch.empty_like(q)
+    """Block by block over the queries from ``begin``: each block reads the sinks and one stretch
+    of keys."""
+    parts = []
     positions = torch.arange(k.shape[1], device=k.device)
-    for start in range(0, q.shape[1], BLOCK):
+    for start in range(begin, q.shape[1], BLOCK):
         stop = min(start + BLOCK, q.shape[1])
         first = max(0, start - recent)
-        keys = torch.cat([positions[: min(sinks, first)], positions[first:stop]])
+        # Slices, not an index: their gradient needs no scatter.
+        held = (slice(0, min(sinks, first)), slice(first, stop))
+        keys = torch.cat([positions[part] for part in held])
         distance = positions[start:stop, None] - keys
         seen = (distance >= 0) & ((keys < sinks) | (distance <= recent))
-        out[:, start:stop] = causal(
-            q[:, start:stop], k[:, keys], v[:, keys], scaling, attn_mask=seen
-        )
-    return out
+        block_k, block_v = (torch.cat([x[:, part] for part in held], 1) for x in (k, v))
+        parts.append(causal(q[:, start:stop], block_k, block_v, scaling, attn_mask=seen))
+    return torch.cat(parts, 1)

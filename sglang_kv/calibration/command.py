@@ -1,197 +1,173 @@
-"""The command line of the calibration: calibrate a model, or check its gates on passkeys."""
+"""What ``sglang-kv calibrate`` and ``calibrate-report`` take; torch is imported when they run."""
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import sys
-import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-
-from sglang_kv.calibration.attention import shape
-from sglang_kv.calibration.passkey import Passkey, samples
-from sglang_kv.calibration.simulate import answers
-from sglang_kv.calibration.training_free import calibrate
 from sglang_kv.compression.base import PolicyError
-from sglang_kv.compression.gates import (
-    HeadGates,
-    load_gates,
-    model_hash,
-    retrieval_heads,
-    save_gates,
-)
 
-#: Seed of the check's samples is this far from the calibration's.
-CHECK_SEED = 1_000_000
+#: The demo's story, where this is a checkout; an installed wheel does not bring it.
 TEXT = Path(__file__).parents[2] / "scripts/demo/red_headed_league.txt"
+METHODS = ("trained", "training-free", "mean-attention")
+#: (samples, lengths) of each method unless told.
+DEFAULTS: dict[str, tuple[int, tuple[int, int]]] = {
+    "trained": (24, (1024, 1280)),
+    "training-free": (48, (512, 2048)),
+    "mean-attention": (16, (512, 2048)),
+}
+SPARSITIES = (0.25, 0.5, 0.75, 0.9)
+WINDOWS = ((4, 64), (16, 64), (64, 256))
 
 
-def main(argv: list[str] | None = None) -> None:
-    parser = build_parser()
-    args = parser.parse_args(argv)
-    if not args.text.is_file():
-        parser.error(f"--text: {args.text}: no such file")
-    if args.samples < 1:
-        parser.error("--samples: must be at least 1")
-    torch.set_num_threads(args.threads)
-    model, tokenizer = load_model(args.model)
-    text = args.text.read_text(encoding="utf-8")
+def add_commands(commands: Any) -> None:
+    """Add both to the subparsers of `sglang_kv.cli`."""
+    add_calibrate(
+        commands.add_parser(
+            "calibrate",
+            help="find a model's retrieval heads and write its head gates",
+            description="Find which heads of a model need the whole history, on passkeys hidden "
+            "in a text. 'trained' is DuoAttention's way and the most thorough; 'training-free' "
+            "measures how much attention a passkey receives while it is answered; "
+            "'mean-attention' is a rough cross-check. A run that was stopped goes on when the "
+            "same command is given again.",
+        )
+    )
+    add_report(
+        commands.add_parser(
+            "calibrate-report",
+            help="judge gates: plots, agreement, and passkeys found at several sparsities",
+            description="Write report.md, report.json and plots about one or more gates files "
+            "of a model. The first is the one that the needle tables are about. Needles that "
+            "were tried stay in FOLDER/needles.jsonl and are not tried again.",
+        )
+    )
+
+
+def add_calibrate(parser: argparse.ArgumentParser) -> None:
+    _add_model(parser)
+    parser.add_argument("--out", type=Path, required=True, help="the gates file (JSON) to write")
+    parser.add_argument("--method", choices=METHODS, default="trained")
+    parser.add_argument("--pattern", action="store_true", help="also write MIT's TSV and config")
+    parser.add_argument("--model-id", help="name in the gates file (default: the folder's name)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--restart", action="store_true", help="forget an unfinished run")
+    parser.add_argument("--samples", type=_count, help="texts (default: 24; training-free: 48)")
+    parser.add_argument(
+        "--lengths",
+        type=_count,
+        nargs=2,
+        metavar=("LEAST", "MOST"),
+        help="tokens of a text (default: 1024 1280; training-free: 512 2048)",
+    )
+    parser.add_argument("--sinks", type=int, default=64, help="of streaming heads (default: 64)")
+    parser.add_argument("--recent", type=int, default=256, help="of streaming heads (default: 256)")
+    training = parser.add_argument_group("for --method trained")
+    training.add_argument("--steps", type=_count, default=80, help="gradient steps (80)")
+    training.add_argument("--learning-rate", type=float, default=0.05, help="the highest (0.05)")
+    training.add_argument("--l1", type=float, default=0.05, help="price of a mean gate of 1 (0.05)")
+    training.add_argument("--passkeys", type=_count, default=10, help="in each text (10)")
+    training.add_argument(
+        "--no-checkpoint",
+        dest="checkpoint",
+        action="store_false",
+        help="keep all layers' activations: a quarter faster, memory grows with the layers",
+    )
+    parser.set_defaults(run=_calibrate, error=parser.error)
+
+
+def add_report(parser: argparse.ArgumentParser) -> None:
+    _add_model(parser)
+    parser.add_argument("gates", type=Path, nargs="+", help="gates files of that model")
+    parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="where to")
+    parser.add_argument("--samples", type=_count, default=14, help="per length and seed (14)")
+    parser.add_argument("--lengths", type=_count, nargs="+", default=(2048, 4096), help="tokens")
+    parser.add_argument("--seeds", type=int, nargs="+", default=(0, 1, 2))
+    parser.add_argument(
+        "--sparsity",
+        type=_share,
+        nargs="+",
+        default=SPARSITIES,
+        help="shares of streaming heads (default: 0.25 0.5 0.75 0.9)",
+    )
+    parser.add_argument(
+        "--windows",
+        type=_window,
+        nargs="+",
+        default=WINDOWS,
+        metavar="SINKS+RECENT",
+        help="of streaming heads (default: 4+64 16+64 64+256); the last is for all other tables",
+    )
+    parser.add_argument(
+        "--window-sparsity", type=_share, default=0.5, help="at which windows are compared (0.5)"
+    )
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        help="try needles for so long at most, then report what there is (0: none)",
+    )
+    parser.add_argument("--no-plots", dest="plots", action="store_false")
+    parser.set_defaults(run=_report, error=parser.error)
+
+
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", type=Path, help="folder of a transformers causal LM")
+    parser.add_argument("--text", type=Path, default=TEXT, help="a text file to hide passkeys in")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--threads", type=_count, default=2)
+
+
+def _calibrate(args: argparse.Namespace) -> None:
+    _check(args)
+    samples, lengths = DEFAULTS[args.method]
+    args.samples = args.samples or samples
+    args.lengths = tuple(args.lengths or lengths)
+    if args.lengths[0] > args.lengths[1]:
+        args.error("--lengths: LEAST comes before MOST")
+    if args.sinks < 0 or args.recent < 1:
+        args.error("--sinks: at least 0; --recent: at least 1")
+    from sglang_kv.calibration.run import calibrate
+
     try:
-        if args.check is not None:
-            print(check(model, tokenizer, text, args))
-            return
-        gates = run(model, tokenizer, text, args)
+        calibrate(args)
     except (PolicyError, ValueError, NotImplementedError) as error:
-        sys.exit(f"calibration: {error}")
-    save_gates(args.out, gates, parameters=parameters(args), pattern=args.pattern)
+        sys.exit(f"calibrate: {error}")
     print(args.out)
 
 
-def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description="Find a model's retrieval heads without training: on passkey samples, the "
-        "attention that the number in the text receives while the answer is written."
-    )
-    parser.add_argument("model", type=Path, help="folder of a transformers causal LM")
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--out", type=Path, help="the gates file (JSON) to write")
-    what.add_argument("--check", type=Path, metavar="GATES", help="judge a gates file instead")
-    parser.add_argument("--pattern", action="store_true", help="also write MIT's TSV and config")
-    parser.add_argument("--text", type=Path, default=TEXT, help="a text file to hide needles in")
-    parser.add_argument("--samples", type=int, default=48)
-    parser.add_argument(
-        "--lengths",
-        type=int,
-        nargs=2,
-        default=(512, 2048),
-        metavar=("LEAST", "MOST"),
-        help="tokens of a sample (default: 512 2048)",
-    )
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--sinks", type=int, default=64, help="of streaming heads")
-    parser.add_argument("--recent", type=int, default=256, help="of streaming heads")
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument(
-        "--sparsity",
-        type=float,
-        nargs="+",
-        default=(0.25, 0.5, 0.75),
-        help="shares of streaming heads that --check tries",
-    )
-    return parser
+def _report(args: argparse.Namespace) -> None:
+    _check(args)
+    from sglang_kv.calibration.report import report
+
+    try:
+        print(report(args))
+    except (PolicyError, ValueError, NotImplementedError) as error:
+        sys.exit(f"calibrate-report: {error}")
 
 
-def load_model(folder: Path) -> tuple[Any, Any]:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    return model.eval(), AutoTokenizer.from_pretrained(folder)
-
-
-def parameters(args: argparse.Namespace) -> dict[str, Any]:
-    return {
-        "samples": args.samples,
-        "lengths": list(args.lengths),
-        "seed": args.seed,
-        "text": args.text.name,
-        "rows": "predicting",
-        "columns": "value",
-        "group": "max",
-    }
+def _check(args: argparse.Namespace) -> None:
+    if not (args.model / "config.json").is_file():
+        args.error(f"MODEL: {args.model} is no folder of a model; download it first")
+    if not args.text.is_file():
+        more = "; name any text of a few thousand words" if args.text == TEXT else ""
+        args.error(f"--text: {args.text}: no such file{more}")
 
 
-def run(model: Any, tokenizer: Any, text: str, args: argparse.Namespace) -> HeadGates:
-    endless = samples(
-        tokenizer,
-        text,
-        seed=args.seed,
-        lengths=tuple(args.lengths),
-        sinks=args.sinks,
-        recent=args.recent,
-    )
-    values = calibrate(
-        model, itertools.islice(endless, args.samples), progress=Progress(args.samples)
-    )
-    return HeadGates(
-        values,
-        model=args.model.resolve().name,
-        method="training-free",
-        source=str(args.out),
-        sinks=args.sinks,
-        recent=args.recent,
-        model_hash=model_hash(args.model),
-    )
+def _count(text: str) -> int:
+    if (count := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
+    return count
 
 
-def check(model: Any, tokenizer: Any, text: str, args: argparse.Namespace) -> str:
-    """A table: passkeys found under the gates, random ones and inverted ones.
-
-    Counted are passkeys that the model finds with its whole cache.
-    """
-    gates = load_gates(args.check).values
-    layers, _, kv_heads = shape(model.config)
-    if gates.shape != (layers, kv_heads):
-        raise PolicyError(
-            f"--kv-gates: {args.check}: gates of shape {gates.shape}, this model has {layers} "
-            f"layers of {kv_heads} KV heads"
-        )
-    rng = np.random.default_rng(args.seed)
-    full = np.ones_like(gates, np.bool_)
-
-    def hit(sample: Passkey, heads: np.ndarray[Any, np.dtype[np.bool_]]) -> bool:
-        return answers(model, sample, heads, sinks=args.sinks, recent=args.recent)[0]
-
-    arms: dict[str, Callable[[], Any]] = {
-        "gates": lambda: gates,
-        "random": lambda: rng.random(gates.shape, np.float32),
-        "inverted": lambda: 1 - gates,
-    }
-    hits = {(name, share): 0 for name in arms for share in args.sparsity}
-    progress = Progress(args.samples)
-    done = 0
-    for sample in found(tokenizer, text, args, lambda sample: hit(sample, full)):
-        for name, share in hits:
-            hits[name, share] += hit(sample, retrieval_heads(arms[name](), sparsity=share))
-        done += 1
-        progress(done)
-    lines = ["streaming heads  " + "".join(f"{share:>8.0%}" for share in args.sparsity)]
-    for name in arms:
-        lines.append(f"{name:17}" + "".join(f"{hits[name, share]:>8}" for share in args.sparsity))
-    return "\n".join([*lines, f"of {done} passkeys that the whole cache finds"])
+def _share(text: str) -> float:
+    if not 0 <= (share := float(text)) <= 1:
+        raise argparse.ArgumentTypeError(f"must be in [0, 1], got {text}")
+    return share
 
 
-def found(
-    tokenizer: Any, text: str, args: argparse.Namespace, hit: Callable[[Passkey], bool]
-) -> Iterator[Passkey]:
-    """As many samples as asked for that the whole cache answers rightly."""
-    endless = samples(
-        tokenizer,
-        text,
-        seed=args.seed + CHECK_SEED,
-        lengths=tuple(args.lengths),
-        sinks=args.sinks,
-        recent=args.recent,
-    )
-    tried = itertools.islice(endless, 10 * args.samples)
-    yield from itertools.islice(filter(hit, tried), args.samples)
-
-
-class Progress:
-    """One line with the time left, on stderr."""
-
-    def __init__(self, total: int) -> None:
-        self.total = total
-        self.started = time.monotonic()
-
-    def __call__(self, done: int) -> None:
-        left = (time.monotonic() - self.started) / done * (self.total - done)
-        end = "\n" if done == self.total else "\r"
-        print(f"{done}/{self.total} samples, {left:4.0f} s left ", end=end, file=sys.stderr)
-        sys.stderr.flush()
+def _window(text: str) -> tuple[int, int]:
+    sinks, _, recent = text.partition("+")
+    return int(sinks), _count(recent)

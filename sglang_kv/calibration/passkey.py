@@ -123,12 +123,7 @@ def _build(
     needle = needle or NEEDLE.format(word=word, value=value)
     context = " ".join([*sentences[:depth], needle, *sentences[depth:]])
     question = QUESTION.format(word=word)
-    prompt = f"{INTRODUCTION}\n\n{context}\n\n{question}"
-    if getattr(tokenizer, "chat_template", None):
-        chat = [{"role": "user", "content": prompt}]
-        prompt = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-    else:
-        prompt += "\n"
+    prompt = in_chat(tokenizer, f"{INTRODUCTION}\n\n{context}\n\n{question}")
     whole = f"{prompt}{ANSWER.format(word=word)} {value}"
     encoded = _encode(tokenizer, whole, return_offsets_mapping=True)
     offsets = encoded["offset_mapping"]
@@ -147,6 +142,19 @@ def _build(
         value=tokens(digits, digits + len(value)),
         question=range(asked, answer.start),
         answer=answer,
+    )
+
+
+def in_chat(tokenizer: Any, prompt: str) -> str:
+    """A user's message as the model sees it, up to where its answer begins."""
+    if not getattr(tokenizer, "chat_template", None):
+        return f"{prompt}\n"
+    chat = [{"role": "user", "content": prompt}]
+    # `enable_thinking` concerns the templates that know it: answers begin at once here.
+    return str(
+        tokenizer.apply_chat_template(
+            chat, tokenize=False, add_generation_prompt=True, enable_thinking=False
+        )
     )
 
 

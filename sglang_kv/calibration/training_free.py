@@ -8,6 +8,7 @@ best query head.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -75,6 +76,19 @@ def to_gates(scores: Array) -> Array:
     return np.clip(scores / best, 0, 1).astype(np.float32)
 
 
+@dataclass
+class Sums:
+    """What samples add up to: fp64 [layers, heads, ...], of ``done`` samples."""
+
+    total: np.ndarray[Any, np.dtype[np.float64]]
+    done: int = 0
+
+    def mean(self) -> Array:
+        if not self.done:
+            raise ValueError("calibration needs at least one sample")
+        return (self.total / self.done).astype(np.float32)
+
+
 def calibrate(
     model: Any,
     samples: Iterable[Passkey],
@@ -82,7 +96,8 @@ def calibrate(
     rows: Rows = "predicting",
     columns: Columns = "value",
     reduce: Literal["max", "mean"] = "max",
-    progress: Callable[[int], None] = lambda done: None,
+    sums: Sums | None = None,
+    after_sample: Callable[[Sums], None] = lambda sums: None,
 ) -> Array:
     """Gates [layers, kv_heads] of ``model`` from ``samples``, which must end.
 
@@ -91,15 +106,13 @@ def calibrate(
         samples: passkey samples in the model's tokens.
         rows, columns: as for `reduce_mass`.
         reduce: of a KV head's query heads.
-        progress: called with the number of samples done.
+        sums: of samples before these, added to in place; None: there were none.
+        after_sample: called with the sums so far.
     """
     layers, heads, kv_heads = shape(model.config)
-    total = np.zeros((layers, heads), np.float64)
-    done = 0
+    sums = sums or Sums(np.zeros((layers, heads), np.float64))
     for sample in samples:
-        total += reduce_mass(attention_mass(model, sample), sample, rows, columns)
-        done += 1
-        progress(done)
-    if not done:
-        raise ValueError("calibration needs at least one sample")
-    return to_gates(group_heads((total / done).astype(np.float32), kv_heads, reduce))
+        sums.total += reduce_mass(attention_mass(model, sample), sample, rows, columns)
+        sums.done += 1
+        after_sample(sums)
+    return to_gates(group_heads(sums.mean(), kv_heads, reduce))

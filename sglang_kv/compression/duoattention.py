@@ -71,7 +71,7 @@ class DuoAttention(Compressor):
         if geometry.gates is None:
             raise PolicyError(
                 "kv_compression.method: 'duoattention' needs head gates, and this server has none "
-                "for its model; make them with scripts/calibrate_heads.py, or download a published "
+                "for its model; make them with sglang-kv calibrate, or download a published "
                 "pattern, and start the server with --kv-gates FILE"
             )
         geometry.require_even("kv_compression.method: 'duoattention'")

@@ -2,7 +2,8 @@
 
 Read from our JSON or from the patterns that MIT publishes with DuoAttention
 (https://github.com/mit-han-lab/duo-attention): a TSV of [layers, KV heads], alone or in a
-folder with a ``config.json``. Gates for some models come with the package.
+folder with a ``config.json``. Gates for some models come with the package; those that a user
+downloads are found by the model's name in `gates_dir`.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import datetime
 import hashlib
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from importlib import resources
@@ -23,6 +25,8 @@ from sglang_kv.compression.base import PolicyError, shorten
 TSV = "full_attention_heads.tsv"
 CONFIG = "config.json"
 FORMAT = "sglang-kv-gates/1"
+#: How far outside [0, 1] a value of a TSV may lie: a training step or two.
+SLACK = 0.1
 #: Decimals that a gates file keeps.
 DECIMALS = 5
 
@@ -175,19 +179,90 @@ def save_gates(
 
 
 def find_gates(model_path: str, num_layers: int, num_kv_heads: int) -> HeadGates | None:
-    """The package's gates for a model, by its folder's name (in any case) and its shape."""
-    gates = _shipped(model_path)
+    """Gates for a model by its folder's name, in any case: the user's, else the package's.
+
+    The package's are only taken for a model of their shape.
+
+    Raises:
+        PolicyError: the user's cannot be read, or are another model's.
+    """
+    path = _downloaded(model_path)
+    if path is not None:
+        gates = load_gates(path)
+        require_model(gates, model_path, num_layers, num_kv_heads)
+        return gates
+    shipped = _shipped(model_path)
     shape = (num_layers, num_kv_heads)
-    return gates if gates is not None and gates.values.shape == shape else None
+    return shipped if shipped is not None and shipped.values.shape == shape else None
 
 
-def are_shipped(model_path: str) -> bool:
-    """Whether the package has gates for a model of that name."""
-    return _shipped(model_path) is not None
+def has_gates(model_path: str) -> bool:
+    """Whether the user or the package has gates for a model of that name."""
+    return _downloaded(model_path) is not None or _shipped(model_path) is not None
+
+
+def gates_dir() -> Path:
+    """The folder of downloaded gates, in ``$SGLANG_KV_CACHE_DIR`` or ``~/.cache/sglang_kv``."""
+    cache = os.environ.get("SGLANG_KV_CACHE_DIR")
+    return (Path(cache) if cache else Path.home() / ".cache" / "sglang_kv") / "gates"
+
+
+def require_match(
+    gates: HeadGates, num_layers: int, num_kv_heads: int, digest: str | None = None
+) -> None:
+    """Raise `PolicyError` where gates are another model's.
+
+    Args:
+        gates: with the file's name, which the message gives.
+        num_layers, num_kv_heads: of the model.
+        digest: the model's `model_hash`; None: not compared. Gates that hold none match any.
+    """
+    if gates.values.shape != (num_layers, num_kv_heads):
+        raise PolicyError(
+            f"--kv-gates: {gates.source} holds gates for {gates.values.shape[0]} layers of "
+            f"{gates.values.shape[1]} KV heads, this model has {num_layers} of {num_kv_heads}"
+        )
+    if digest and gates.model_hash and gates.model_hash != digest:
+        raise PolicyError(
+            f"--kv-gates: {gates.source} holds gates of {gates.model or 'a model'} with other "
+            f"weights ({gates.model_hash[:19]}..., this model: {digest[:19]}...); calibrate this "
+            "model, or remove model_hash from the file if you are sure"
+        )
+
+
+def require_model(gates: HeadGates, model_path: str, num_layers: int, num_kv_heads: int) -> None:
+    """`require_match` with the model's hash, where gates hold one and the model is a folder."""
+    require_match(gates, num_layers, num_kv_heads)
+    if gates.model_hash and Path(model_path).is_dir():
+        require_match(gates, num_layers, num_kv_heads, model_hash(model_path))
+
+
+def _downloaded(model_path: str) -> Path | None:
+    """The user's file or folder for a model: ``NAME.json``, ``NAME.tsv``, a folder ``NAME`` with
+    a pattern, or, as MIT publishes them, with one folder that has one."""
+    wanted, folder = _name(model_path), gates_dir()
+    if not wanted or not folder.is_dir():
+        return None
+    found = []
+    for entry in sorted(folder.iterdir()):
+        if entry.is_dir() and entry.name.lower() == wanted:
+            found += sorted(path.parent for path in (*entry.glob(TSV), *entry.glob(f"*/{TSV}")))
+        elif entry.suffix in (".json", ".tsv") and entry.stem.lower() == wanted:
+            found.append(entry)
+    if len(found) > 1:
+        raise PolicyError(
+            f"--kv-gates: {folder} has more than one for {wanted}: "
+            f"{', '.join(str(path.relative_to(folder)) for path in found)}; name one"
+        )
+    return found[0] if found else None
+
+
+def _name(model_path: str) -> str:
+    return PurePath(model_path.replace("\\", "/")).name.lower()
 
 
 def _shipped(model_path: str) -> HeadGates | None:
-    wanted = PurePath(model_path.replace("\\", "/")).name.lower()
+    wanted = _name(model_path)
     folder = resources.files("sglang_kv") / "data" / "gates"
     if not folder.is_dir():
         return None
@@ -237,8 +312,14 @@ def _parse_tsv(text: str, path: Path) -> HeadGates:
             rows.append([float(cell) for cell in line.split()])
         except ValueError as error:
             raise PolicyError(f"--kv-gates: {path}: line {number}: {error}") from None
-    # Training leaves values a little outside [0, 1]; the reference clips them as well.
-    values = np.clip(_table(rows, str(path)), 0, 1)
+    values = _table(rows, str(path))
+    for layer, head in np.argwhere((values < -SLACK) | (values > 1 + SLACK)):
+        raise PolicyError(
+            f"--kv-gates: {path}: layer {layer} head {head}: {values[layer, head]} is no gate in "
+            "[0, 1]"
+        )
+    # Training leaves values a little outside; the reference clips them as well.
+    values = np.clip(values, 0, 1)
     model = path.parent.name if path.name == TSV else path.stem
     return HeadGates(values, model=model, method="duoattention", source=str(path))
 

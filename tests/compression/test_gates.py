@@ -16,8 +16,11 @@ from sglang_kv.compression import PolicyError
 from sglang_kv.compression.gates import (
     HeadGates,
     find_gates,
+    gates_dir,
+    has_gates,
     load_gates,
     model_hash,
+    require_match,
     retrieval_heads,
     save_gates,
 )
@@ -147,6 +150,8 @@ def test_mit_values_outside_are_clipped(tmp_path: Path) -> None:
         ("g.tsv", "", "no gates in it"),
         ("g.tsv", "1\t0\n1\n", "ragged rows: layer 1 has 1 heads"),
         ("g.tsv", "1\tnan\n", "layer 0 head 1: expected a number, got nan"),
+        ("g.tsv", "1\t0\n0\t1.2\n", r"layer 1 head 1: 1.2\d* is no gate in \[0, 1\]"),
+        ("g.tsv", "-0.2\n", "layer 0 head 0: -0.2"),
         ("g.tsv", "1\n\nhead\n", "line 3: could not convert"),
     ],
 )
@@ -223,6 +228,73 @@ def test_the_demo_models_gates_are_found(name: str) -> None:
 )
 def test_another_models_gates_are_not_found(name: str, shape: tuple[int, int]) -> None:
     assert find_gates(name, *shape) is None
+
+
+# -- those that a user downloads --
+
+
+@pytest.fixture
+def downloads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("SGLANG_KV_CACHE_DIR", str(tmp_path))
+    assert gates_dir() == tmp_path / "gates"
+    return tmp_path / "gates"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "Tiny-1B.json",
+        "tiny-1b.tsv",
+        "Tiny-1B/full_attention_heads.tsv",
+        "Tiny-1B/lr=0.02-reg=0.05/full_attention_heads.tsv",  # as MIT's repository has them
+    ],
+)
+def test_downloaded_gates_are_found_by_the_models_name(downloads: Path, name: str) -> None:
+    write(downloads, "Other/full_attention_heads.tsv", "0\t0\n")
+    assert find_gates("org/Tiny-1B", 1, 2) is None
+    assert not has_gates("org/Tiny-1B")
+    write(downloads, name, our_json() if name.endswith(".json") else "0.5\t1.0001\n")
+    gates = find_gates("org/Tiny-1B", 1, 2)
+    assert gates is not None
+    assert gates.values.tolist() == [[0.5, 1]]
+    assert has_gates("/models/tiny-1b/")
+    with pytest.raises(PolicyError, match=r"for 1 layers of 2 KV heads, this model has 1 of 4$"):
+        find_gates("org/Tiny-1B", 1, 4)
+
+
+def test_downloaded_gates_come_before_the_packages(downloads: Path) -> None:
+    rows = [[0.5, 0.5, 0.5]] * 30
+    write(downloads, "SmolLM2-135M-Instruct.json", our_json(gates=rows))
+    gates = find_gates("SmolLM2-135M-Instruct", 30, 3)
+    assert gates is not None
+    assert (gates.values == 0.5).all()
+    assert not has_gates("")
+
+
+def test_two_downloads_for_one_model_are_refused(downloads: Path) -> None:
+    write(downloads, "tiny.json", our_json())
+    write(downloads, "tiny/a/full_attention_heads.tsv", "1\t0\n")
+    with pytest.raises(PolicyError, match=r"more than one for tiny: tiny/a, tiny\.json; name one"):
+        find_gates("tiny", 1, 2)
+
+
+def test_a_bad_download_is_refused_by_name(downloads: Path) -> None:
+    path = write(downloads, "tiny.json", our_json(gates=[[2, 1]]))
+    with pytest.raises(PolicyError, match=f"{path}: layer 0 head 0: 2"):
+        find_gates("tiny", 1, 2)
+
+
+# -- another model's --
+
+
+def test_gates_match_by_shape_and_hash() -> None:
+    require_match(GATES, 2, 3)
+    require_match(GATES, 2, 3, "sha256:0")
+    require_match(HeadGates(VALUES, "m", "x", "s"), 2, 3, "sha256:1")  # it does not say
+    with pytest.raises(PolicyError, match=r"^--kv-gates: here holds gates for 2 layers of 3 KV"):
+        require_match(GATES, 3, 2)
+    with pytest.raises(PolicyError, match="here holds gates of org/tiny with other weights"):
+        require_match(GATES, 2, 3, "sha256:1")
 
 
 def test_a_models_hash_follows_its_content(tmp_path: Path) -> None:

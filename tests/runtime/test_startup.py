@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from sglang_kv.compression import Geometry, PolicyError, parse_policy
-from sglang_kv.compression.gates import find_gates
+from sglang_kv.compression.gates import find_gates, load_gates, model_hash
 from sglang_kv.config import Options
 from sglang_kv.flags import add_flags, options_from_flags
 from sglang_kv.presets import PRESETS
@@ -325,6 +325,30 @@ def test_gates_of_another_model_are_refused(tmp_path: Path) -> None:
         gates_of(Options(method="none", gates=str(path)), config)
     config.model_path = OTHER
     assert gates_of(Options(), config) is None
+
+
+def test_gates_of_other_weights_are_refused(tmp_path: Path) -> None:
+    pytest.importorskip("sglang")
+    from sglang_kv.hooks import _gates as gates_of
+
+    class Config:
+        model_path, num_hidden_layers = str(tmp_path), 1
+
+        def get_total_num_kv_heads(self) -> int:
+            return 2
+
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_text("weights")
+    held = {"gates": [[0.5, 1]], "model": "tiny", "model_hash": model_hash(tmp_path)}
+    path = tmp_path / "gates.json"
+    path.write_text(json.dumps(held))
+    options = Options(method="none", gates=str(path))
+    assert gates_of(options, Config()) == load_gates(path)
+    (tmp_path / "model.safetensors").write_text("other weights")
+    with pytest.raises(PolicyError, match=r"^--kv-gates: .* gates of tiny with other weights"):
+        gates_of(options, Config())
+    path.write_text(json.dumps({**held, "model_hash": ""}))
+    assert gates_of(options, Config()) == load_gates(path)
 
 
 # Engine's arguments ----------------------------------------------------------------------------

@@ -1,19 +1,17 @@
-"""Calibration on a tiny random Llama: what is recorded and simulated equals eager attention."""
+"""Training-free gates: what is recorded and simulated equals a tiny Llama's eager attention."""
 
 from __future__ import annotations
 
 import itertools
 import random
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from tokenizers import Regex, Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from tiny_model import TEXT
 
-from sglang_kv.calibration import command, passkey, simulate
+from sglang_kv.calibration import passkey, simulate
 from sglang_kv.calibration.attention import BLOCK, attention, duo, shape
 from sglang_kv.calibration.passkey import Haystack, Passkey, samples
 from sglang_kv.calibration.training_free import (
@@ -23,49 +21,6 @@ from sglang_kv.calibration.training_free import (
     reduce_mass,
     to_gates,
 )
-from sglang_kv.compression.gates import HeadGates, load_gates, save_gates
-
-TEXT = " ".join(f"Sentence {i} tells of nothing at all, and ends here." for i in range(40))
-TEMPLATE = (
-    "{% for message in messages %}<user> {{ message['content'] }} </user> {% endfor %}"
-    "{% if add_generation_prompt %}<bot> {% endif %}"
-)
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Any:
-    """Characters of words, so that every string has tokens; digits stand alone."""
-    letters = [chr(code) for code in range(32, 127)] + ["\n"]
-    vocabulary = {letter: i for i, letter in enumerate(letters)}
-    raw = Tokenizer(models.WordLevel(vocabulary, unk_token=" "))
-    raw.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
-    fast = PreTrainedTokenizerFast(tokenizer_object=raw)
-    fast.chat_template = TEMPLATE
-    return fast
-
-
-@pytest.fixture(scope="module")
-def model() -> Any:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=96,
-        hidden_size=48,
-        intermediate_size=32,
-        num_hidden_layers=3,
-        num_attention_heads=6,
-        num_key_value_heads=2,
-        max_position_embeddings=4096,
-    )
-    model = LlamaForCausalLM(config).eval()
-    for name, weight in model.named_parameters():
-        if "q_proj" in name or "k_proj" in name:
-            weight.data *= 20  # so that attention is far from uniform
-    return model
-
-
-@pytest.fixture(scope="module")
-def sample(tokenizer: Any) -> Passkey:
-    return next(samples(tokenizer, TEXT, seed=0, lengths=(900, 1000), sinks=8, recent=64))
 
 
 def eager(model: Any, sample: Passkey, mask: torch.Tensor | None = None) -> Any:
@@ -267,7 +222,9 @@ def test_calibration_averages_samples(model: Any, tokenizer: Any) -> None:
     endless = samples(tokenizer, TEXT, seed=5, lengths=(600, 700), sinks=8, recent=64)
     chosen = list(itertools.islice(endless, 3))
     done: list[int] = []
-    gates = calibrate(model, chosen, reduce="mean", progress=done.append)
+    gates = calibrate(
+        model, chosen, reduce="mean", after_sample=lambda sums: done.append(sums.done)
+    )
     scores = [reduce_mass(attention_mass(model, sample), sample) for sample in chosen]
     np.testing.assert_allclose(gates, to_gates(group_heads(sum(scores) / 3, 2, "mean")), atol=1e-6)
     assert gates.max() == 1
@@ -275,67 +232,3 @@ def test_calibration_averages_samples(model: Any, tokenizer: Any) -> None:
     assert (calibrate(model, chosen, reduce="mean") == gates).all()
     with pytest.raises(ValueError, match="at least one sample"):
         calibrate(model, [])
-
-
-@pytest.fixture
-def options(tmp_path: Path, model: Any, tokenizer: Any) -> list[str]:
-    """The model's folder and what suits it, for the command line."""
-    folder = tmp_path / "tiny"
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    text = tmp_path / "text.txt"
-    text.write_text(TEXT)
-    sizes = ["--lengths", "700", "800", "--sinks", "8", "--recent", "64"]
-    threads = ["--threads", str(torch.get_num_threads())]
-    return [str(folder), "--text", str(text), "--samples", "2", *sizes, *threads]
-
-
-def test_the_command_writes_gates(
-    options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = tmp_path / "gates" / "tiny.json"
-    command.main([*options, "--out", str(out), "--pattern"])
-    printed = capsys.readouterr()
-    assert printed.out == f"{out}\n"
-    assert "2/2 samples,    0 s left" in printed.err
-    gates = load_gates(out)
-    assert gates.values.shape == (3, 2)
-    assert (gates.model, gates.sinks, gates.recent) == ("tiny", 8, 64)
-    np.testing.assert_array_equal(load_gates(out.with_suffix("")).values, gates.values)
-    again = tmp_path / "again.json"
-    command.main([*options, "--out", str(again)])
-    assert again.read_text() == out.read_text()
-
-
-def test_the_command_checks_gates(
-    options: list[str],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    save_gates(tmp_path / "g.json", HeadGates(np.eye(3, 2), "tiny", "by hand", ""))
-
-    def finds(model: Any, sample: Passkey, heads: Any, **window: int) -> tuple[bool, float]:
-        assert window == {"sinks": 8, "recent": 64}
-        return bool(heads[0, 0]), 0.0
-
-    monkeypatch.setattr(command, "answers", finds)
-    command.main([*options, "--check", str(tmp_path / "g.json"), "--sparsity", "0", "0.5"])
-    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert lines[0] == ["streaming", "heads", "0%", "50%"]
-    assert lines[1] == ["gates", "2", "2"]
-    assert lines[2][:2] == ["random", "2"]
-    assert lines[3] == ["inverted", "2", "0"]
-    assert lines[4][:2] == ["of", "2"]
-
-
-def test_what_the_command_cannot_do_is_said(options: list[str], tmp_path: Path) -> None:
-    save_gates(tmp_path / "g.json", HeadGates(np.eye(2), "other", "by hand", ""))
-    with pytest.raises(SystemExit, match=r"gates of shape \(2, 2\), this model has 3 layers of 2"):
-        command.main([*options, "--check", str(tmp_path / "g.json")])
-    with pytest.raises(SystemExit, match="no place for the needle"):
-        command.main([*options, "--recent", "600", "--out", str(tmp_path / "out.json")])
-    assert not (tmp_path / "out.json").exists()
-    for bad in (["--samples", "0"], ["--text", str(tmp_path / "none.txt")]):
-        with pytest.raises(SystemExit):
-            command.main([*options, *bad, "--out", str(tmp_path / "out.json")])

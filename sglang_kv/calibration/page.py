@@ -1,0 +1,156 @@
+"""A report's figures as Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+Data = dict[str, Any]
+
+
+def page(data: Data, plots: list[str]) -> str:
+    """The report; ``plots`` are names of image files beside it."""
+    parts = [
+        f"# Retrieval heads of {data['model']}",
+        summary(data),
+        *(f"![{name.removesuffix('.png')}]({name})" for name in plots),
+        "## Passkeys found",
+        needle_table([data["full"], *data["needles"]], data),
+        needle_note(data),
+        "## Sinks and recent tokens",
+        window_table(data),
+        "## Retrieval heads by threshold",
+        "Share of heads whose gate is at least so high.",
+        share_table(data),
+    ]
+    if data["agreement"]:
+        parts += ["## Do the methods agree?", agreement_table(data), AGREEMENT]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+AGREEMENT = (
+    "Rank correlation is Spearman's over all heads. Overlap is the share of retrieval heads that "
+    "both name; gates that know nothing of each other would share as many as there are retrieval "
+    "heads (in brackets)."
+)
+
+
+def summary(data: Data) -> str:
+    main = data["gates"][0]
+    tried = sum(n for _, n in data["full"]["by_length"].values())
+    lines = [f"Gates `{main['name']}`, method {main['method']}. Weights and config {data['hash']}."]
+    if not tried:
+        return lines[0] + " No passkeys were tried."
+    share = data["recommended"]
+    if share is None:
+        lines.append("No sparsity that was tried keeps 98 % of the full cache's passkeys.")
+    else:
+        row = next(r for r in data["needles"] if r["sparsity"] == share)
+        memory = ", ".join(f"{m:.0%} at {n} tokens" for n, m in row["memory"].items())
+        found, tried = (sum(part) for part in zip(*row["by_length"].values(), strict=True))
+        lines.append(
+            f"**Recommended sparsity: {share:g}**, the highest tried that keeps 98 % of the "
+            f"passkeys that the full cache finds, at every length ({found} of {tried} here). "
+            f"Memory, of the full cache's: {memory}."
+        )
+    return " ".join(lines)
+
+
+def needle_table(rows: list[Data], data: Data) -> str:
+    settings = data["settings"]
+    lengths, seeds = settings["lengths"], settings["seeds"]
+    head = ["gates", "streaming heads", f"memory at {lengths[-1]}"]
+    head += [f"{length} tokens" for length in lengths] + [f"seed {seed}" for seed in seeds]
+    cells = [
+        [
+            row["name"],
+            f"{row['sparsity']:.0%}",
+            f"{row['memory'][lengths[-1]]:.2f}",
+            *(_count(row["by_length"][length]) for length in lengths),
+            *(_count(row["by_seed"][seed]) for seed in seeds),
+            _number(row["likelihood"]),
+        ]
+        for row in rows
+        if any(n for _, n in row["by_length"].values())
+    ]
+    return _table([*head, "log-likelihood"], cells) if cells else ""
+
+
+def needle_note(data: Data) -> str:
+    settings = data["settings"]
+    window = data["needles"][0]
+    return (
+        f"A 7-digit number hidden in {settings['text']}, up to {settings['samples']} texts per "
+        "length and seed, that the full cache answers (its own row counts all tried). Found: "
+        "greedy decoding, after the answer's first words, writes all digits. Random gates are "
+        f"drawn anew for each seed. Streaming heads keep {window['sinks']} sinks and "
+        f"{window['recent']} recent tokens, in the prompt too; no passkey lies in either. Memory "
+        "is in whole pages of 16 tokens. Log-likelihood is the number's tokens' mean."
+    )
+
+
+def window_table(data: Data) -> str:
+    lengths = data["settings"]["lengths"]
+    rows = [row for row in data["windows"] if any(n for _, n in row["by_length"].values())]
+    if not rows:
+        return ""
+    cells = [
+        [
+            f"{row['sinks']} + {row['recent']}",
+            f"{row['memory'][lengths[-1]]:.2f}",
+            *(_count(row["by_length"][length]) for length in lengths),
+            _number(row["likelihood"]),
+        ]
+        for row in rows
+    ]
+    head = ["sinks + recent", f"memory at {lengths[-1]}", *(f"{n} tokens" for n in lengths)]
+    best = data["window"]
+    said = (
+        f"The smallest that keeps 98 % at every length: {best[0]} + {best[1]}."
+        if best
+        else "None keeps 98 % at every length."
+    )
+    streaming = f"{rows[0]['sparsity']:.0%} of the heads stream."
+    return "\n\n".join([f"{streaming} {said}", _table([*head, "log-likelihood"], cells)])
+
+
+def share_table(data: Data) -> str:
+    thresholds = list(data["gates"][0]["shares"])
+    cells = [
+        [gates["name"], *(f"{share:.0%}" for share in gates["shares"].values())]
+        for gates in data["gates"]
+    ]
+    return _table(["gates", *(f"{threshold:g}" for threshold in thresholds)], cells)
+
+
+def agreement_table(data: Data) -> str:
+    shares = list(data["agreement"][0]["overlap"])
+    cells = [
+        [
+            f"{pair['first']}, {pair['second']}",
+            _number(pair["rank_correlation"]),
+            *(f"{_percent(both)} ({1 - share:.0%})" for share, both in pair["overlap"].items()),
+        ]
+        for pair in data["agreement"]
+    ]
+    return _table(
+        ["gates", "rank correlation", *(f"overlap, {share:.0%} streaming" for share in shares)],
+        cells,
+    )
+
+
+def _table(head: list[str], rows: Iterable[list[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _count(found: list[int]) -> str:
+    return f"{found[0]}/{found[1]}" if found[1] else "-"
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{value:.0%}"

@@ -1,0 +1,176 @@
+"""``sglang-kv calibrate``: what it writes, stopped runs, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sglang_kv import cli
+from sglang_kv.calibration import run
+from sglang_kv.calibration.attention import require_supported
+from sglang_kv.calibration.progress import Unfinished
+from sglang_kv.compression.gates import load_gates, model_hash
+
+SIZES = {
+    "trained": ["--lengths", "1100", "1200", "--passkeys", "2", "--steps", "4", "--samples", "2"],
+    "training-free": ["--lengths", "700", "800", "--samples", "3"],
+    "mean-attention": ["--lengths", "700", "800", "--samples", "3"],
+}
+
+
+def options(common: list[str], method: str, *more: str) -> list[str]:
+    window = ["--sinks", "8", "--recent", "64", "--dtype", "float32"]
+    return ["calibrate", *common, "--method", method, *SIZES[method], *window, *more]
+
+
+@pytest.mark.parametrize("method", SIZES)
+def test_the_command_writes_gates(
+    common: list[str], method: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "new" / "tiny.json"
+    cli.main(options(common, method, "--out", str(out), "--pattern"))
+    printed = capsys.readouterr()
+    assert printed.out == f"{out}\n"
+    assert "s left" in printed.err
+    gates = load_gates(out)
+    assert gates.values.shape == (3, 2)
+    assert (gates.model, gates.method, gates.sinks, gates.recent) == ("tiny", method, 8, 64)
+    assert gates.model_hash == model_hash(common[0])
+    held = json.loads(out.read_text())["parameters"]
+    assert held["seed"] == 0
+    assert held["text"] == "text.txt"
+    np.testing.assert_array_equal(load_gates(out.with_suffix("")).values, gates.values)
+    assert sorted(path.name for path in out.parent.iterdir()) == ["tiny", "tiny.json"]
+    again = tmp_path / "again.json"
+    cli.main(options(common, method, "--out", str(again)))
+    assert again.read_text() == out.read_text()
+
+
+class Stopped(Exception):
+    pass
+
+
+@pytest.mark.parametrize("method", SIZES)
+def test_a_stopped_command_goes_on_to_the_same_file(
+    common: list[str], method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, out = tmp_path / "whole.json", tmp_path / "out.json"
+    cli.main(options(common, method, "--out", str(whole)))
+    shown: list[int] = []
+
+    def stop(self: Any, done: int, note: str = "") -> None:
+        shown.append(done)
+        if done == 2 and len(shown) == 2:
+            raise Stopped
+
+    monkeypatch.setattr(run.Progress, "__call__", stop)
+    with pytest.raises(Stopped):
+        cli.main(options(common, method, "--out", str(out)))
+    assert not out.exists()
+    with pytest.raises(SystemExit, match=r"out.json.partial was left by another run \(seed: 0"):
+        cli.main(options(common, method, "--out", str(out), "--seed", "1"))
+    cli.main(options(common, method, "--out", str(out)))
+    assert out.read_bytes() == whole.read_bytes()
+    assert shown[:3] == [1, 2, 3]  # nothing was done twice
+    assert not list(tmp_path.glob("*.partial"))
+
+
+def test_restart_forgets_an_unfinished_run(common: list[str], tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    Unfinished(out, {"seed": 7}).save({})
+    cli.main(options(common, "training-free", "--out", str(out), "--restart"))
+    assert sorted(path.name for path in tmp_path.glob("out*")) == ["out.json"]
+
+
+def test_another_model_does_not_go_on(folder: Path, common: list[str], tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    unfinished = Unfinished(out, {"method": "training-free", "model_hash": "sha256:0"})
+    unfinished.save({"done": 1})
+    with pytest.raises(SystemExit, match=r"left by another run .model_hash: 'sha256:0' there"):
+        cli.main(options(common, "training-free", "--out", str(out)))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (["--recent", "900"], "calibrate: a sample of .* tokens has no place for the needle"),
+        (["--lengths", "900", "800"], None),
+        (["--recent", "0"], None),
+        (["--samples", "0"], None),
+        (["--text", "none.txt"], None),
+    ],
+)
+def test_what_cannot_be_done_is_said(
+    common: list[str],
+    tmp_path: Path,
+    change: list[str],
+    message: str | None,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit, match=message):
+        cli.main(options(common, "training-free", "--out", str(tmp_path / "out.json"), *change))
+    if message is None:
+        assert f"{change[0]}: " in capsys.readouterr().err
+    assert not (tmp_path / "out.json").exists()
+
+
+def test_a_folder_without_a_model_is_named(
+    common: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["calibrate", str(tmp_path), *common[1:], "--out", str(tmp_path / "out.json")])
+    assert "is no folder of a model" in capsys.readouterr().err
+
+
+def test_the_command_line_needs_no_torch(run_python: Callable[..., str]) -> None:
+    code = (
+        "import sys\nfrom sglang_kv import cli\n"
+        "try: cli.main(['calibrate', '--help'])\nexcept SystemExit: pass\n"
+        "print([name for name in ('torch', 'transformers', 'matplotlib') if name in sys.modules])"
+    )
+    assert run_python(code).endswith("[]")
+
+
+# -- models whose attention is another --
+
+
+def small(kind: str, **changes: Any) -> Any:
+    import transformers
+
+    sizes = {
+        "vocab_size": 96,
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
+    config = getattr(transformers, f"{kind}Config")(**{**sizes, **changes})
+    return getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+
+
+@pytest.mark.parametrize("kind", ["Llama", "Qwen2", "Qwen3", "Gemma", "Phi3"])
+def test_common_models_are_supported(kind: str) -> None:
+    changes = {"head_dim": 8} if kind in ("Qwen3", "Gemma") else {}
+    if kind == "Phi3":
+        changes = {"pad_token_id": 0}
+    require_supported(small(kind, **changes))
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "message"),
+    [
+        ("Mistral", {"sliding_window": 16}, "no attention with sliding_window"),
+        ("Gemma2", {"head_dim": 8}, "no attention with"),
+        ("Bloom", {"n_head": 4, "n_layer": 2}, "bloom: calibration reaches 0 of its 2 layers"),
+    ],
+)
+def test_other_attention_is_refused_by_name(kind: str, changes: Any, message: str) -> None:
+    model = small(kind, **changes)
+    with pytest.raises(NotImplementedError, match=message):
+        require_supported(model)
