@@ -173,7 +173,8 @@ def fidelity() -> str:
                     else "-"
                     for n in sizes
                 ]
-                table.append(f"| {arm} | {asked} | {' | '.join(shown)} |")
+                question = asked if arm != "none" else "-"
+                table.append(f"| {arm} | {question} | {' | '.join(shown)} |")
     return "\n".join(table)
 
 
