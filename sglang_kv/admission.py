@@ -48,7 +48,14 @@ def gated_adder(base: Any, ledger: PhysicalLedger) -> type[PrefillAdder]:
                 tree.set_reader(state, req.last_node)
             result = AddReqResult.NO_TOKEN
             need, growth = self._demand(req)
-            if self._fits(need, growth):
+            fits = self._fits(need, growth)
+            if not fits and tree is not None and self._alone and tree.snapshots.drop_of(state):
+                # What it could go on from is what is in its way.
+                req.init_next_round_input(tree)
+                tree.set_reader(state, req.last_node)
+                need, growth = self._demand(req)
+                fits = self._fits(need, growth)
+            if fits:
                 result = self._add(req, has_chunked_req, truncation_align_size)
             if len(self.can_run_list) > admitted:
                 state.peak_pages, state.taken_pages = need, 0
@@ -113,18 +120,23 @@ def gated_adder(base: Any, ledger: PhysicalLedger) -> type[PrefillAdder]:
                 return peak, 0
             left = max(req.sampling_params.max_new_tokens - len(req.output_ids), 0)
             if ledger.tree is not None:
-                peak += ledger.tree.copies_ahead(state, req.last_node, tokens + left)
+                peak += ledger.tree.snapshots.copies_ahead(state, req.last_node, tokens)
             end = state.plan.pages(tokens + min(left, CLIP_MAX_NEW_TOKENS))
             return peak, max(0, end - held * ledger.num_streams - peak)
+
+        @property
+        def _alone(self) -> bool:
+            return not (self._growth or self.can_run_list or ledger.rows)
 
         def _fits(self, need: int, growth: int) -> bool:
             pool, tree = ledger.pool, ledger.tree
             promised = ledger.outstanding
-            idle = tree.idle_pages() if tree is not None else 0
+            wanted = promised + need + growth + self._growth
             # Room to decode is an estimate, so it must not keep out a request that is alone.
-            alone = not (self._growth or self.can_run_list or ledger.rows)
-            if not alone and pool.num_free + idle < promised + need + growth + self._growth:
-                return False
+            if not self._alone and pool.num_free < wanted:
+                idle = tree.idle_pages() if tree is not None else 0
+                if pool.num_free + idle < wanted:
+                    return False
             want = promised + need
             return pool.num_free >= want or (tree is not None and tree.evict_pages(want))
 
@@ -149,7 +161,21 @@ def _peak_pages(
     shared = ledger.tree is not None and not ledger.tree.disable
     published = (state.plan.dense_prefix or 0) // ledger.page_size if shared else 0
     chunk = _chunk_limit(ledger, state) if chunk is None else chunk
-    return state.plan.peak_pages(tokens, chunk, matched=matched, published=published)
+    peak = state.plan.peak_pages(tokens, chunk, matched=matched, published=published)
+    return peak + _turned_pages(ledger, state, tokens, chunk, published)
+
+
+def _turned_pages(
+    ledger: PhysicalLedger, state: RequestState, tokens: int, chunk: int | None, published: int
+) -> int:
+    """Pages of the tree that are in the window still when its keys are first turned: copied."""
+    plan, trained = state.plan, ledger.trained_length
+    if not isinstance(plan, WindowPlan) or not plan.cache_positions:
+        return 0
+    if trained is None or tokens <= trained:
+        return 0
+    first = plan.window.first_page(max(0, trained - (chunk or 0)), ledger.page_size)
+    return max(0, published - first) * ledger.num_streams
 
 
 def _chunk_limit(ledger: PhysicalLedger, state: RequestState) -> int | None:
@@ -163,7 +189,7 @@ def _chunk_limit(ledger: PhysicalLedger, state: RequestState) -> int | None:
         return chunk
     if state.plan.cache_positions and ledger.trained_length is not None:
         # One that was refused still passes through here, with a single token.
-        longest = state.plan.longest_chunk(ledger.trained_length)
+        longest = state.plan.longest_chunk(ledger.trained_length) // size * size
         chunk = min(chunk, max(size, longest))
     tokens, pages = state.known_tokens, ledger.pool.num_pages
     if -(-tokens // size) * ledger.num_streams <= pages:
@@ -216,7 +242,10 @@ def check_request(ledger: PhysicalLedger, req: Any) -> str | None:
             "compress it, or raise --max-total-tokens"
         )
     params = req.sampling_params
-    if ledger.trained_length is not None and not state.cache_positions:
+    if ledger.trained_length is not None and not (
+        # Without chunks, one that is computed again would be so at once.
+        state.cache_positions and ledger.chunk_tokens
+    ):
         params.max_new_tokens = min(params.max_new_tokens, ledger.trained_length - prompt)
     params.max_new_tokens = _longest_answer(ledger, state, prompt, params.max_new_tokens)
     if params.min_new_tokens > params.max_new_tokens:
@@ -244,7 +273,7 @@ def _check_positions(ledger: PhysicalLedger, state: RequestState, prompt: int) -
         )
     if plan.fold_at is not None and plan.fold_at > trained:
         return f"kv_compression.fold_at: full attention up to {plan.fold_at} exceeds {known}"
-    if ledger.chunk_tokens is None and prompt > trained:
+    if ledger.chunk_tokens is None and prompt >= trained:
         return (
             f"input_ids: the prompt of {prompt} tokens exceeds {known}, and without chunked "
             "prefill (--chunked-prefill-size) it is computed at once"

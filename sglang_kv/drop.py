@@ -80,6 +80,8 @@ class Dropper:
         assert isinstance(state.plan, WindowPlan) and self.ledger.rotary is not None  # noqa: PT018
         desc, table = self.ledger.streams.desc[state.slot], self.ledger.streams.table[state.slot]
         distance, end = int(desc[0, 0, GAP]), int(state.counts[0, 0])
+        if distance == 0:
+            return  # nothing is held yet
         sinks = state.plan.window.sink_pages(self.ledger.page_size)
         pages = table[:, :, sinks:end]
         self._own(state, pages)
@@ -91,7 +93,11 @@ class Dropper:
 
     def _own(self, state: RequestState, pages: Pages) -> None:
         """Pages of a private request that others read, too, are replaced by copies, in place."""
-        shared = self.ledger.pool.refs[pages] > 1
+        pool, tree = self.ledger.pool, self.ledger.tree
+        shared = pool.refs[pages] > 1
+        if tree is not None and pool.num_free < shared.sum() and not tree.disable:
+            tree.evict_pages(int(shared.sum()))  # and some may be its own alone, then
+            shared = pool.refs[pages] > 1
         if not shared.any():
             return
         theirs = pages[shared]
@@ -99,7 +105,7 @@ class Dropper:
         memory = self.ledger.folder.memory
         copied = memory[torch.from_numpy(theirs.astype(np.int64))]
         memory[torch.from_numpy(own.astype(np.int64))] = copied
-        self.ledger.pool.release(theirs)
+        pool.release(theirs)
         pages[shared] = own
 
     def _fold(self, state: RequestState, plan: FoldPlan, position: int) -> None:

@@ -54,8 +54,14 @@ class LedgerAllocator(PagedTokenToKVPoolAllocator):
         want = need + ledger.outstanding
         if ledger.pool.num_free >= want:
             return True
-        if ledger.tree is not None and ledger.tree.evict_pages(want):
-            return True
+        if ledger.tree is not None:
+            if ledger.tree.evict_pages(want):
+                return True
+            # What was shared with something that has gone needs no copy any more.
+            need = sum(ledger.pages_for_next_token(s) for s in states)
+            want = need + ledger.outstanding
+            if ledger.pool.num_free >= want:
+                return True
         return ledger.pressure is not None and ledger.pressure.relieve(ledger, want)
 
     def verify_byte_accounting(self) -> list[str]:

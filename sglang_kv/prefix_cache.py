@@ -10,6 +10,7 @@ inserts over it gives its pages (`PhysicalLedger.adopt`).
 from __future__ import annotations
 
 import heapq
+from collections.abc import Container
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams, MatchResul
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey, TreeNode
 
 from sglang_kv.request import RequestState
-from sglang_kv.snapshots import SnapshotStore
+from sglang_kv.snapshots import SnapshotLeaf, SnapshotStore
 from sglang_kv.state import PhysicalLedger
 
 
@@ -35,6 +36,11 @@ class HeadPageRadixCache(RadixCache):
         self.snapshots = SnapshotStore(self)
         super().__init__(params)
         ledger.tree = self
+        announce = self.kv_events.record_remove
+        # What was never stored is not removed: to others, its tokens are the dense prefix.
+        self.kv_events.record_remove = lambda node, *args: (
+            None if isinstance(node, SnapshotLeaf) else announce(node, *args)
+        )
 
     def reset(self) -> None:
         self._readers.clear()
@@ -147,7 +153,7 @@ class HeadPageRadixCache(RadixCache):
 
     def _delete_leaf(self, node: TreeNode) -> None:
         assert node not in self._readers, "a node that a request reads was deleted"
-        if self.snapshots.is_leaf(node):
+        if isinstance(node, SnapshotLeaf):
             self.snapshots.forget(node)
             self.snapshots.unlink(node)
             return
@@ -181,7 +187,12 @@ class HeadPageRadixCache(RadixCache):
 
     def _holds_pages(self, node: TreeNode) -> bool:
         """Whether the node's ids have memory: they have not if it was emptied, or is a snapshot."""
-        return node not in self._hollow and not self.snapshots.is_leaf(node)
+        return node not in self._hollow and not isinstance(node, SnapshotLeaf)
+
+    @property
+    def read_nodes(self) -> Container[TreeNode]:
+        """Nodes that some request reads."""
+        return self._readers
 
     def pages_of_others(self, state: RequestState) -> int:
         """Leading token pages of ``state`` that another request reads through the tree."""
@@ -192,10 +203,6 @@ class HeadPageRadixCache(RadixCache):
 
     # -- where sessions go on --
 
-    def resume(self, state: RequestState) -> None:
-        """A request that matched a snapshot begins with its streams."""
-        self.snapshots.resume(state)
-
     def remember(self, state: RequestState) -> None:
         """A request is about to leave: if it has come to its end, the next turn may go on there."""
         req = state.req
@@ -205,14 +212,6 @@ class HeadPageRadixCache(RadixCache):
             and not isinstance(req.finished_reason, FINISH_ABORT)
         ):
             self.snapshots.take(state, req.origin_input_ids + req.output_ids)
-
-    def copies_ahead(self, state: RequestState, node: TreeNode, length: int) -> int:
-        """Pages that going on from a snapshot takes besides; 0 for any other node."""
-        return self.snapshots.copies_ahead(state, node, length)
-
-    def snapshot_refs(self) -> NDArray[np.int32]:
-        """References that snapshots hold, by page."""
-        return self.snapshots.refs
 
     def idle_pages(self) -> int:
         """Head pages that nobody reads through the tree (some may be shared with a private

@@ -33,6 +33,18 @@ if TYPE_CHECKING:
     import torch
 
 
+class Snapshots(Protocol):
+    """What the ledger asks of the ends of sessions that the tree keeps."""
+
+    refs: NDArray[np.int32]
+
+    def resume(self, state: RequestState) -> None: ...
+
+    def copies_ahead(self, state: RequestState, node: Any, length: int) -> int: ...
+
+    def drop_of(self, state: RequestState) -> bool: ...
+
+
 class Readers(Protocol):
     """What the ledger asks of the prefix tree."""
 
@@ -46,13 +58,10 @@ class Readers(Protocol):
 
     def pages_of_others(self, state: RequestState) -> int: ...
 
-    def resume(self, state: RequestState) -> None: ...
-
     def remember(self, state: RequestState) -> None: ...
 
-    def copies_ahead(self, state: RequestState, node: Any, length: int) -> int: ...
-
-    def snapshot_refs(self) -> NDArray[np.int32]: ...
+    @property
+    def snapshots(self) -> Snapshots: ...
 
 
 @dataclass(frozen=True)
@@ -158,7 +167,7 @@ class PhysicalLedger:
         for row, target in pairs:
             state = self.rows[row]
             if state.length == 0 and self.tree is not None:
-                self.tree.resume(state)
+                self.tree.snapshots.resume(state)
             self.dropper.drop(state, max(state.length, int(state.req.prefix_len)))
             self.dropper.rebase(state, target)
             if state.private:
@@ -370,7 +379,7 @@ class PhysicalLedger:
             if state.private:
                 np.add.at(refs, self.lists(state), 1)
         if self.tree is not None:
-            refs += self.tree.snapshot_refs()
+            refs += self.tree.snapshots.refs
         if (refs != self.pool.refs).any():
             bad = np.flatnonzero(refs != self.pool.refs)
             raise AssertionError(f"{len(bad)} head pages have references nobody holds: {bad[:8]}")

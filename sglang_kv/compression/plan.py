@@ -192,9 +192,9 @@ class WindowPlan(Plan):
     def longest_chunk(self, trained_length: int) -> int:
         """Most tokens that one forward may compute without a position past the trained length,
         once what was dropped no longer counts; may be negative."""
-        size = self.geometry.page_size
-        # The window begins and the sinks end anywhere in a page.
-        held = self.window.sink_pages(size) * size + self.window.window_left + size
+        size, window = self.geometry.page_size, self.window
+        # A window is left page by page, and a chunk may begin at the last token of a page.
+        held = (window.sink_pages(size) + -(-window.window_left // size)) * size + size - 1
         return trained_length - held
 
     def kept_tokens(self, num_tokens: int) -> int:

@@ -118,6 +118,12 @@ class Harness:
         if req.sglang_kv is None:
             plan = req.policy.plan(len(req.origin_input_ids), self.ledger.geometry)
             req.sglang_kv = RequestState(req, req.policy, plan, evictable=req.evictable)
+        self.match(req)
+        req.lock = self.tree.lock(req.last_node)
+        self.tree.set_reader(req.sglang_kv, req.last_node)
+
+    def match(self, req: Req) -> None:
+        """What the tree has of it."""
         ids = req.full_untruncated_fill_ids
         key = RadixKey(ids, None, limit=len(ids) - 1)
         match = self.tree.match_prefix(MatchPrefixParams(key=key, req=req))
@@ -125,14 +131,12 @@ class Harness:
         req.kv.cache_protected_len = match.device_prefix_len
         req.kv.cache_inserted_len = 0
         req.last_node = match.last_device_node
-        req.lock = self.tree.lock(req.last_node)
-        self.tree.set_reader(req.sglang_kv, req.last_node)
 
     def extend(self, req: Req, tokens: int) -> None:
         """One prefill chunk: allocate, forward, drop. It ends at the fold, as at admission."""
         end = min(req.prefix_len + tokens, len(req.full_untruncated_fill_ids))
         stop = req.sglang_kv.next_stop(req.prefix_len)
-        self._alloc(req, end if stop is None else min(stop, end))
+        self.alloc(req, end if stop is None else min(stop, end))
         self.ledger.after_prefill([req])
         self.check()
 
@@ -144,7 +148,7 @@ class Harness:
     def decode(self, req: Req, token: int) -> None:
         req.output_ids.append(token)
         req.prefix_len = req.extend_end
-        self._alloc(req, req.extend_end + 1)
+        self.alloc(req, req.extend_end + 1)
         req.prefix_len = req.extend_end
         self.check()
 
@@ -165,7 +169,7 @@ class Harness:
         req.dense_until = CONTEXT
         self.check()
 
-    def _alloc(self, req: Req, target: int) -> None:
+    def alloc(self, req: Req, target: int) -> None:
         start = req.prefix_len
         held = req.kv.holds_kv
         if not held:
@@ -233,7 +237,8 @@ class Harness:
         count = int(desc[KV_LEN])
         if isinstance(plan, WindowPlan):
             edge = plan.window.sink_pages(self.page_size) * self.page_size
-            return [i if i < edge else i + int(desc[GAP]) for i in range(count)]
+            gone = int(desc[GAP]) + req.sglang_kv.offset
+            return [i if i < edge else i + gone for i in range(count)]
         before = self.kept[req.sglang_kv].get(stream, list(range(start)))
         assert len(before) + target - start == count, "a stream lost or won tokens"
         return [*before, *range(start, target)]
