@@ -33,7 +33,7 @@ PRESETS: dict[str, Preset] = {
     "copy": Preset(
         "answers that copy digits, names or code out of a long prompt",
         "SmolLM2-135M-Instruct",
-        {**_COPY, "head_budgets": "gates", "head_floor": 0.1},
+        {**_COPY, "head_budgets": "gates"},
         _COPY,
     ),
 }

@@ -36,7 +36,8 @@ ROUTES = {
 
 def applied(value: dict[str, Any]) -> dict[str, Any]:
     """The policy that a report says was applied, as a client would write it."""
-    parameters = {k: v for k, v in value["parameters"].items() if v is not None}
+    given = value["parameters"].items()
+    parameters = {k: v for k, v in given if v is not None and k != "positions"}
     return {"method": value["method"], **parameters}
 
 

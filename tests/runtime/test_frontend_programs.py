@@ -41,7 +41,8 @@ def report(state: Any, name: str) -> dict[str, Any]:
 
 def applied(state: Any, name: str) -> dict[str, Any]:
     value = report(state, name)
-    parameters = {k: v for k, v in value["parameters"].items() if v is not None}
+    given = value["parameters"].items()
+    parameters = {k: v for k, v in given if v is not None and k != "positions"}
     return {"method": value["method"], **parameters}
 
 
