@@ -17,7 +17,6 @@ mypy sglang_kv
 say "demo model"
 demo_model >/dev/null
 say "pytest"
-# Two processes: one for the tests that need a server, which often wait, one for all others. Threads
-# that have nothing to do must not keep the cores from them.
+# Threads that have nothing to do must not keep the cores from the servers under test.
 export OMP_WAIT_POLICY=PASSIVE
-python -m pytest -q -n 2 --dist loadgroup -m "not slow and not gpu" "$@"
+python -m pytest -q -m "not slow and not gpu" "$@"

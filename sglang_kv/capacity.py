@@ -21,10 +21,12 @@ def log_plan(ledger: PhysicalLedger, pool: Any, policy: Compressor, model_config
     A plan that cannot be made stops no server: the line says why there is none.
     """
     context = int(model_config.context_len)
+    config = model_config.hf_config.to_dict()
+    config.pop("original_total_num_kv_heads", None)  # SGLang's own note
     name = str(model_config.model_path).rstrip("/").split("/")[-1]
     try:
         plan = server_plan(
-            read_model(model_config.hf_config.to_dict(), name),
+            read_model(config, name),
             Serving(
                 kv_dtype=parse_dtype(str(pool.dtype), "dtype", KV_DTYPES),
                 page_size=ledger.page_size,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -59,8 +58,6 @@ def fill_defaults(server_args: Any, previous: Callable[[Any], None]) -> None:
             wanted["page_size"] = DEFAULT_PAGE_SIZE
         if wanted:
             declare_resolution(server_args, "sglang_kv", **wanted)
-        # On CPUs, SGLang would round the angles of its rotary embedding to the model's dtype.
-        os.environ.setdefault("SGLANG_ROPE_CACHE_FP32", "1")
         # Children that are started without these arguments still find the options.
         options.attach(server_args)
     previous(server_args)

@@ -62,6 +62,7 @@ def run_python(tmp_path: Path) -> Callable[..., str]:
     return run
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("server"):
