@@ -40,7 +40,7 @@ class Layer:
 # The first match holds. Everything else in sglang_kv/ is the runtime layer.
 LAYERS = (
     Layer("kernels/", ("sglang_kv.kernels",)),
-    Layer("radix/", ("sglang_kv.radix",), HOST | {"torch", "numpy", "triton"}),
+    Layer("radix/", ("sglang_kv.radix",), HOST | {"torch", "triton"}),
     Layer("sglang_kv/compression/", ("sglang_kv.compression", "sglang_kv.kernels")),
     Layer(
         "sglang_kv/planner",
