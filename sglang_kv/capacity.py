@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import logging
+from pathlib import Path
 from typing import Any
 
 from sglang_kv.compression import Compressor, PolicyError
@@ -21,8 +23,9 @@ def log_plan(ledger: PhysicalLedger, pool: Any, policy: Compressor, model_config
     A plan that cannot be made stops no server: the line says why there is none.
     """
     context = int(model_config.context_len)
-    config = model_config.hf_config.to_dict()
-    config.pop("original_total_num_kv_heads", None)  # SGLang's own note
+    file = Path(str(model_config.model_path)) / "config.json"
+    # Not SGLang's copy where there is a file: it adds notes of its own.
+    config = json.loads(file.read_text()) if file.exists() else model_config.hf_config.to_dict()
     name = str(model_config.model_path).rstrip("/").split("/")[-1]
     try:
         plan = server_plan(

@@ -91,7 +91,7 @@ def test_counters_of_a_compressed_request(server: Server) -> None:
     eventually(lambda: counters()[2] >= before[2] + (94 - 18) * 16)
     after = counters()
     assert (after[0] - before[0], after[1] - before[1]) == (1, 1)
-    assert after[2] - before[2] == (94 - 17) * 16
+    assert after[2] - before[2] == (94 - 18) * 16
 
 
 def test_sglangs_own_numbers_are_physical(server: Server) -> None:
