@@ -15,15 +15,6 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _one_thread_each() -> None:
-    """Where processes share the tests: two threads of each would wait for one another."""
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        import torch
-
-        torch.set_num_threads(1)
-
-
 @pytest.fixture(scope="session")
 def root() -> Path:
     return ROOT
@@ -62,12 +53,7 @@ def run_python(tmp_path: Path) -> Callable[..., str]:
     return run
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if item.get_closest_marker("server"):
-            # One server at a time, however many processes share the tests.
-            item.add_marker(pytest.mark.xdist_group("server"))
     if shutil.which("nvidia-smi"):
         return
     for item in items:

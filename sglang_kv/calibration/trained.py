@@ -42,7 +42,7 @@ class Training:
         sinks: first tokens that streaming heads see.
         recent: newest tokens that streaming heads see.
         checkpoint: keep only the layers' inputs for the backward pass and compute the rest
-            again: memory for one layer's activations instead of all, and a quarter more time.
+            again: memory for one layer's activations instead of all, and more time.
     """
 
     steps: int = 80
