@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import math
 import random
-import re
 import sys
 import threading
 import time
@@ -27,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from sglang_kv.benchmarks.common import record
 from sglang_kv.benchmarks.methods import PAGE, geometry_of, plan_of
-from sglang_kv.benchmarks.server import Server, generate_body
+from sglang_kv.benchmarks.server import Server, generate_body, resident
 
 BUCKET = 10_000
 WARM_UP = 500  # decoded tokens
@@ -49,20 +48,7 @@ class Watch(threading.Thread):
         self.server = server
         self.done = threading.Event()
         self.samples: list[tuple[float, int, int]] = []  # s, pages, bytes
-        self.scheduler = self._find()
-
-    def _find(self) -> Path:
-        # SGLang's processes share the server's process group, and the scheduler is the largest.
-        group = self.server.group
-        found = []
-        for process in Path("/proc").glob("[0-9]*"):
-            try:
-                fields = (process / "stat").read_text().rsplit(")", 1)[1].split()
-                if int(fields[2]) == group:
-                    found.append((resident(process), process))
-            except OSError:  # it has ended meanwhile
-                continue
-        return max(found)[1]
+        self.scheduler = server.scheduler_pid
 
     def run(self) -> None:
         while not self.done.wait(0.5):
@@ -70,12 +56,6 @@ class Watch(threading.Thread):
                 "sglang_kv:head_pages_evictable"
             )
             self.samples.append((time.perf_counter(), int(held), resident(self.scheduler)))
-
-
-def resident(process: Path) -> int:
-    """Bytes."""
-    match = re.search(r"VmRSS:\s+(\d+) kB", (process / "status").read_text())
-    return int(match[1]) * 1024 if match else 0
 
 
 def start(args: argparse.Namespace) -> Server:

@@ -104,6 +104,19 @@ class Server:
         return self._process.pid
 
     @property
+    def scheduler_pid(self) -> int:
+        """The process that runs the model: by far the largest of the server's."""
+        found = []
+        for process in Path("/proc").glob("[0-9]*"):
+            try:
+                fields = (process / "stat").read_text().rsplit(")", 1)[1].split()
+                if int(fields[2]) == self.group:
+                    found.append((resident(int(process.name)), int(process.name)))
+            except OSError:  # it has ended meanwhile
+                continue
+        return max(found)[1]
+
+    @property
     def log(self) -> str:
         return Path(self._log.name).read_text(errors="replace")
 
@@ -181,6 +194,12 @@ class Server:
         if not found:
             raise KeyError(f"no metric {name} {labels}")
         return total
+
+
+def resident(pid: int) -> int:
+    """A process's resident memory in bytes; 0 when it is ending."""
+    match = re.search(r"VmRSS:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
+    return int(match[1]) * 1024 if match else 0
 
 
 def generate_body(

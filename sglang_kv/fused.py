@@ -1,8 +1,9 @@
 """SGLang's norms, rotary embedding and activation on a CPU without AMX, one kernel each.
 
 There they are chains of tensor operations, which for a decode step of a few tokens cost more than
-the products between them. Only while compression is on, and only where the kernel computes what the
-layer would; everything else goes SGLang's way.
+the products between them. On CPUs for which torch's matrix library has no bf16, products with bf16
+weights go through `kernels.linear` as well. Only while compression is on, and only where the kernel
+computes what the layer would; everything else goes SGLang's way.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 
 from sglang_kv import runtime
 from sglang_kv.kernels import elementwise
+from sglang_kv.kernels.linear import library_has_bf16, linear
 
 _DTYPES = (torch.bfloat16, torch.float32)
 
@@ -95,6 +97,52 @@ def silu_and_mul(original: Callable[..., Any], layer: Any, x: torch.Tensor) -> A
     return elementwise.silu_and_mul(x)
 
 
+def _linear_fits(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
+    tensors = (x, weight) if bias is None else (x, weight, bias)
+    return (
+        runtime.current() is not None
+        and not library_has_bf16()
+        and all(t.dtype == torch.bfloat16 and t.device.type == "cpu" for t in tensors)
+        and weight.dim() == 2
+        and weight.is_contiguous()
+        and weight.shape[1] % 16 == 0
+    )
+
+
+def unquantized(
+    original: Callable[..., Any],
+    method: Any,
+    layer: Any,
+    x: torch.Tensor,
+    bias: torch.Tensor | None = None,
+) -> Any:
+    weight = layer.weight.data
+    if not _linear_fits(x, weight, bias):
+        return original(method, layer, x, bias)
+    return linear(x.reshape(-1, x.shape[-1]), weight, bias).view(*x.shape[:-1], len(weight))
+
+
+def lm_head(
+    original: Callable[..., Any],
+    processor: Any,
+    hidden_states: torch.Tensor,
+    head: Any,
+    embedding_bias: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> Any:
+    weight = getattr(head, "weight", None)
+    plain = not (
+        processor.use_fp32_lm_head
+        or processor.rl_on_policy_target is not None
+        or hasattr(head, "set_lora")
+        or embedding_bias is not None
+        or any(value is not None for value in kwargs.values())
+    )
+    if not plain or weight is None or not _linear_fits(hidden_states, weight.data, None):
+        return original(processor, hidden_states, head, embedding_bias, **kwargs)
+    return linear(hidden_states, weight.data)
+
+
 HOOKS: list[tuple[str, Callable[..., Any], str]] = [
     ("sglang.srt.layers.layernorm.RMSNorm.forward_native", rms_norm, "AROUND"),
     (
@@ -103,4 +151,10 @@ HOOKS: list[tuple[str, Callable[..., Any], str]] = [
         "AROUND",
     ),
     ("sglang.srt.layers.activation.SiluAndMul.forward_native", silu_and_mul, "AROUND"),
+    (
+        "sglang.srt.layers.quantization.unquant.UnquantizedLinearMethod.apply",
+        unquantized,
+        "AROUND",
+    ),
+    ("sglang.srt.layers.logits_processor.LogitsProcessor._compute_lm_head", lm_head, "AROUND"),
 ]

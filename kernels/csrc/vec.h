@@ -153,6 +153,13 @@ SGLANG_KV_INLINE void store(bf16* p, F32x16 v) {
 #endif
 }
 
+SGLANG_KV_INLINE bf16 to_bf16(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  if (x != x) return {0x7fc0};
+  return {static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16)};
+}
+
 SGLANG_KV_INLINE F32x16 fma(F32x16 a, F32x16 b, F32x16 c) {
 #if SGLANG_KV_AVX512
   return _mm512_fmadd_ps(a, b, c);
@@ -183,8 +190,10 @@ SGLANG_KV_INLINE float reduce_add(F32x16 v) {
 #if SGLANG_KV_AVX512
   return _mm512_reduce_add_ps(v);
 #else
+  F32x16::Part sum = v.part[0];
+  for (int i = 1; i < F32x16::kParts; ++i) sum += v.part[i];
   float r = 0.f;
-  for (int i = 0; i < kLanes; ++i) r += v[i];
+  for (int i = 0; i < kNativeLanes; ++i) r += sum[i];
   return r;
 #endif
 }

@@ -1,0 +1,177 @@
+"""Where does the time of a decode step go, in stock SGLang and here?
+
+    pip install 'sglang-kv[bench]'
+    python benchmarks/step_time.py --model MODEL --arms stock,none,snapkv\\ 1/4
+
+The scheduler process is sampled with py-spy while a batch decodes, in each arm with the same
+flags and prompts. A sample belongs to the first part of `PARTS` that one of its frames, innermost
+first, stands for; the share of samples times the step's length is the part's time. Sampling
+stops the process for a moment each time, so the step is timed without it, right before. One JSON
+line per arm.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import itertools
+import random
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from sglang_kv.benchmarks.common import read_bandwidth_gb_s, record
+from sglang_kv.benchmarks.methods import NONE, PAGE, arms
+from sglang_kv.benchmarks.server import Server, generate_body
+
+# What a frame, "function (file)", stands for. The innermost frame that any of these knows decides.
+PARTS = {
+    "KV append": r"^append \(.*transfer\.py|^set_kv_buffer ",
+    "attention": r"^(_attend|forward_decode|_run_sdpa_forward_decode|decode) |^unified_attention",
+    "scores": r"^column_sums ",
+    "norm, rotary, activation": r"\((layernorm|activation|rotary_embedding.*|fused|elementwise)\.py"
+    r"|(/rotary_embedding/.*\.py)|^(rmsnorm|apply_rope|silu_and_mul) ",
+    "lm head": r"\(logits_processor\.py",
+    "linear layers": r"\((linear|unquant|.*quantization.*|amx_utils)\.py",
+    "sampling": r"\(sampler\.py|\(sampling_batch_info\.py",
+    "page ledgers": r"\((state|drop|fold|admission|streams|request|pressure|ledger|pool)\.py"
+    r"|^(alloc_to_lengths|_place|_score_pass|init_forward_metadata) ",
+    "rest of the model": r"\((llama|.*causal.*|vocab_parallel_embedding|embedding)\.py",
+    "scheduler": r"\((scheduler.*|schedule_batch|schedule_policy|overlap_utils|tp_worker|"
+    r"model_runner|forward_batch_info|batch_result_processor|output_streamer|metrics.*)\.py",
+}
+
+PY_SPY = Path(sys.executable).with_name("py-spy")
+
+
+def part_of(stack: str) -> str:
+    """The part that a collapsed stack, outermost frame first, was sampled in."""
+    for frame in reversed(stack.split(";")):
+        for part, pattern in PARTS.items():
+            if re.search(pattern, frame):
+                return part
+    return "other"
+
+
+def shares(lines: Iterable[str]) -> dict[str, float]:
+    """Collapsed stacks, `frame;frame;... COUNT`, to each part's share of all samples."""
+    counts: collections.Counter[str] = collections.Counter()
+    for line in lines:
+        stack, _, count = line.rpartition(" ")
+        counts[part_of(stack)] += int(count)
+    total = counts.total()
+    if total == 0:
+        raise SystemExit(
+            "py-spy took no samples: is ptrace allowed here (kernel.yama.ptrace_scope)?"
+        )
+    return {part: count / total for part, count in counts.most_common()}
+
+
+class Decoding:
+    """A batch of requests that decodes in the background, until it is left."""
+
+    def __init__(self, server: Server, prompts: list[list[int]], policy: Any, tokens: int):
+        self.times: list[list[float]] = [[] for _ in prompts]
+        self._left = threading.Event()
+
+        def one(index: int) -> None:
+            body = generate_body(prompts[index], policy, max_new_tokens=tokens, ignore_eos=True)
+            for _ in server.stream("/generate", body, timeout_s=1800):
+                self.times[index].append(time.perf_counter())
+                if self._left.is_set():
+                    return
+
+        self._threads = [threading.Thread(target=one, args=(i,)) for i in range(len(prompts))]
+        for thread in self._threads:
+            thread.start()
+        while not all(self.times):
+            if not all(thread.is_alive() for thread in self._threads):
+                raise SystemExit("a request ended before all of them decoded")
+            time.sleep(0.1)
+
+    def step_s(self, begin: float, end: float) -> float:
+        inside = [[x for x in times if begin <= x <= end] for times in self.times]
+        return statistics.median(b - a for times in inside for a, b in itertools.pairwise(times))
+
+    def leave(self) -> None:
+        self._left.set()
+        for thread in self._threads:
+            thread.join()
+
+
+def sample(pid: int, seconds: int, rate: int) -> list[str]:
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "stacks.txt"
+        command = [str(PY_SPY), "record", "--pid", str(pid)]
+        command += ["--duration", str(seconds), "--rate", str(rate), "--function"]
+        command += ["--format", "raw", "--output", str(out)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode or not out.exists():
+            raise SystemExit(f"py-spy: {done.stderr.strip()[-500:]}")
+        return out.read_text().splitlines()
+
+
+def measure(server: Server, args: argparse.Namespace, policy: Any) -> dict[str, Any]:
+    rng = random.Random(args.seed)
+    prompts = [[rng.randrange(100, 40000) for _ in range(args.context)] for _ in range(args.batch)]
+    decoding = Decoding(server, prompts, policy, args.tokens)
+    try:
+        begin = time.perf_counter()
+        time.sleep(args.seconds)
+        step_ms = decoding.step_s(begin, time.perf_counter()) * 1e3
+        stacks = sample(server.scheduler_pid, args.seconds, args.rate)
+        if not all(len(times) < args.tokens for times in decoding.times):
+            raise SystemExit("the answers ended while they were sampled: raise --tokens")
+    finally:
+        decoding.leave()
+    found = shares(stacks)
+    return {
+        "step_ms": round(step_ms, 1),
+        "samples": sum(int(line.rpartition(" ")[2]) for line in stacks),
+        "parts_ms": {part: round(share * step_ms, 2) for part, share in found.items()},
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--context", type=int, default=4000)
+    parser.add_argument("--tokens", type=int, default=600, help="at most, per answer")
+    parser.add_argument("--seconds", type=int, default=15, help="timed, then as long sampled")
+    parser.add_argument("--rate", type=int, default=100, help="samples per second")
+    parser.add_argument("--arms", default="stock,none,snapkv 1/4")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    if not PY_SPY.exists():
+        parser.error("needs py-spy: pip install 'sglang-kv[bench]'")
+    policies = {"none": NONE, **arms(args.context)}
+    chosen = args.arms.split(",")
+    if unknown := set(chosen) - {"stock", *policies}:
+        parser.error(f"--arms: {', '.join(unknown)}: expected some of stock, {', '.join(policies)}")
+    pool = args.batch * (args.context + args.tokens + 64) + 4096
+    flags = ["--max-total-tokens", str(pool), "--max-running-requests", str(max(8, args.batch))]
+    flags += ["--chunked-prefill-size", "4096", "--page-size", str(PAGE), "--disable-radix-cache"]
+    bandwidth = read_bandwidth_gb_s()
+    for arm in chosen:
+        policy = policies.get(arm)
+        extra = ["--kv-compression", "none"] if policy else ["--attention-backend", "torch_native"]
+        with Server(args.model, *flags, *extra) as server:
+            row = measure(server, args, policy)
+        shape = {"batch": args.batch, "context": args.context, "policy": policy}
+        record("step_time", {"arm": arm, **shape, **row, "read_gb_s": round(bandwidth, 1)})
+
+
+if __name__ == "__main__":
+    main()
