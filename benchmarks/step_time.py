@@ -33,22 +33,25 @@ from sglang_kv.benchmarks.common import read_bandwidth_gb_s, record
 from sglang_kv.benchmarks.methods import NONE, PAGE, arms
 from sglang_kv.benchmarks.server import Server, generate_body
 
-# What a frame, "function (file)", stands for. The innermost frame that any of these knows decides.
+# What a frame, "function file", stands for. The innermost frame that any of these knows decides.
 PARTS = {
-    "KV append": r"^append \(.*transfer\.py|^set_kv_buffer ",
-    "attention": r"^(_attend|forward_decode|_run_sdpa_forward_decode|decode) |^unified_attention",
+    "KV append": r"^append transfer\.py|\.set_kv_buffer ",
     "scores": r"^column_sums ",
-    "norm, rotary, activation": r"\((layernorm|activation|rotary_embedding.*|fused|elementwise)\.py"
-    r"|(/rotary_embedding/.*\.py)|^(rmsnorm|apply_rope|silu_and_mul) ",
-    "lm head": r"\(logits_processor\.py",
-    "linear layers": r"\((linear|unquant|.*quantization.*|amx_utils)\.py",
-    "sampling": r"\(sampler\.py|\(sampling_batch_info\.py",
-    "page ledgers": r"\((state|drop|fold|admission|streams|request|pressure|ledger|pool)\.py"
-    r"|^(alloc_to_lengths|_place|_score_pass|init_forward_metadata) ",
-    "rest of the model": r"\((llama|.*causal.*|vocab_parallel_embedding|embedding)\.py",
-    "scheduler": r"\((scheduler.*|schedule_batch|schedule_policy|overlap_utils|tp_worker|"
-    r"model_runner|forward_batch_info|batch_result_processor|output_streamer|metrics.*)\.py",
+    "attention": r"(\._attend|\.forward_decode|\.forward_extend) |^(decode|extend) attention\.py"
+    r"|_run_sdpa_forward|^unified_attention",
+    "norm, rotary, activation": r" (layernorm|activation|elementwise)\.py|rotary_embedding"
+    r"|^(rms_norm|rotary|silu_and_mul) fused\.py",
+    "lm head": r" logits_processor\.py|^lm_head fused\.py",
+    "linear layers": r" (linear|unquant|amx_utils)\.py|^unquantized fused\.py",
+    "sampling": r" (sampler|sampling_batch_info)\.py",
+    "page ledgers": r" (state|drop|fold|admission|streams|request|pressure|ledger|pool)\.py"
+    r"|HeadPageAttnBackend\.(init_forward_metadata|_place|_score_pass) ",
+    "rest of the model": r" (llama|vocab_parallel_embedding|stage|construction|causal_lm)\.py",
+    "scheduler": r" (scheduler\w*|schedule_\w+|overlap_utils|tp_worker|model_runner|metrics"
+    r"|forward_batch_info|batch_result_processor|output_streamer|event_loop\w*)\.py",
 }
+# The scheduler's own thread; others of its process only wait.
+LOOP = "event_loop"
 
 PY_SPY = Path(sys.executable).with_name("py-spy")
 
@@ -56,24 +59,28 @@ PY_SPY = Path(sys.executable).with_name("py-spy")
 def part_of(stack: str) -> str:
     """The part that a collapsed stack, outermost frame first, was sampled in."""
     for frame in reversed(stack.split(";")):
+        # "Class.function (folder/file.py:12)"
+        name = re.sub(r" \((?:.*/)?([^/:]+).*\)$", r" \1", frame)
         for part, pattern in PARTS.items():
-            if re.search(pattern, frame):
+            if re.search(pattern, name):
                 return part
     return "other"
 
 
-def shares(lines: Iterable[str]) -> dict[str, float]:
-    """Collapsed stacks, `frame;frame;... COUNT`, to each part's share of all samples."""
+def shares(lines: Iterable[str]) -> tuple[dict[str, float], int]:
+    """Each part's share of the samples, and their number; collapsed stacks, `frame;frame COUNT`.
+
+    Stacks of threads other than the scheduler's are left out.
+    """
     counts: collections.Counter[str] = collections.Counter()
     for line in lines:
         stack, _, count = line.rpartition(" ")
-        counts[part_of(stack)] += int(count)
+        if LOOP in stack:
+            counts[part_of(stack)] += int(count)
     total = counts.total()
     if total == 0:
-        raise SystemExit(
-            "py-spy took no samples: is ptrace allowed here (kernel.yama.ptrace_scope)?"
-        )
-    return {part: count / total for part, count in counts.most_common()}
+        raise SystemExit("py-spy took no samples of the scheduler: may it use ptrace here?")
+    return {part: count / total for part, count in counts.most_common()}, total
 
 
 class Decoding:
@@ -133,10 +140,10 @@ def measure(server: Server, args: argparse.Namespace, policy: Any) -> dict[str, 
             raise SystemExit("the answers ended while they were sampled: raise --tokens")
     finally:
         decoding.leave()
-    found = shares(stacks)
+    found, samples = shares(stacks)
     return {
         "step_ms": round(step_ms, 1),
-        "samples": sum(int(line.rpartition(" ")[2]) for line in stacks),
+        "samples": samples,
         "parts_ms": {part: round(share * step_ms, 2) for part, share in found.items()},
     }
 
