@@ -5,12 +5,43 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import re
+import sys
+from collections.abc import Sequence
+from typing import Any, NoReturn
 
 import sglang_kv
 from sglang_kv.calibration.command import add_commands
 from sglang_kv.compression.base import methods
 from sglang_kv.planner import command
 from sglang_kv.presets import PRESETS
+
+
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line that starts with the flag, without the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message.removeprefix('argument ')}\n")
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As argparse, but ``--reserve -1GB`` is a value, and a command names what it does not
+        know itself."""
+        found, unknown = super().parse_known_args(_joined(args), namespace)
+        if unknown:
+            self.error(f"unknown arguments: {' '.join(unknown)}")
+        return found, unknown
+
+
+def _joined(args: Sequence[str] | None) -> list[str]:
+    """A flag and a negative size after it in one word: only of plain numbers does argparse know."""
+    joined: list[str] = []
+    for word in sys.argv[1:] if args is None else args:
+        last = joined[-1] if joined else ""
+        if re.match(r"-[\d.]+[A-Za-z]", word) and last.startswith("--") and "=" not in last:
+            joined[-1] = f"{last}={word}"
+        else:
+            joined.append(word)
+    return joined
 
 
 def method_table() -> str:
@@ -54,7 +85,7 @@ def _link(url: str) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="sglang-kv", description=__doc__)
+    parser = Parser(prog="sglang-kv", description=__doc__)
     parser.add_argument("--version", action="version", version=sglang_kv.__version__)
     commands = parser.add_subparsers(dest="command", required=True)
     methods_parser = commands.add_parser("methods", help="the methods and their parameters")

@@ -11,6 +11,7 @@ from sglang_kv.planner.memory import (
     Need,
     Serving,
     assumed_gates,
+    check_compressible,
     model_gates,
     request_need,
     requests_at_once,
@@ -51,7 +52,7 @@ class Device:
         if room < 0:
             raise PlanError(
                 f"--device: {show_decimal(self.memory)} do not hold the weights "
-                f"({show_decimal(-(-self.weights // tp_size))} each of {tp_size}) and the reserve "
+                f"({show_decimal(-(-self.weights // tp_size))} on each) and the reserve "
                 f"({show_decimal(self.reserve)}); use more devices (--tp-size) or a smaller "
                 "--weight-dtype"
             )
@@ -210,13 +211,14 @@ def make_plan(
         raise PlanError(f"--assume-sparsity: must be between 0 and 1, got {sparsity}")
     gates = gates or model_gates(model)
     policy = parse_policy(spec)
+    check_compressible(model, policy)
     assumed = False
     if _wants_gates(policy) and gates is None:
         if sparsity is None or policy.name != ASSUMABLE:
             other = "; or plan with --assume-sparsity SHARE" if policy.name == ASSUMABLE else ""
             raise PlanError(
                 f"--method {policy.name}: needs head gates, and none are known for {model.name}; "
-                "make them with scripts/calibrate_heads.py or take a published pattern, and give "
+                "make them with `sglang-kv calibrate` or take a published pattern, and give "
                 f"--gates FILE{other}"
             )
         if policy.parameters["threshold"] is not None:

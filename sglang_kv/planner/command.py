@@ -6,15 +6,13 @@ import argparse
 import json
 import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from sglang_kv.compression import PolicyError, method_names
-from sglang_kv.compression.gates import HeadGates, load_gates
 from sglang_kv.planner import views
 from sglang_kv.planner.arguments import FORMULA, add_arguments
 from sglang_kv.planner.capacity import CapacityPlan, Device, make_plan
-from sglang_kv.planner.find import catalogue, find_model
+from sglang_kv.planner.find import catalogue, existing, find_model
 from sglang_kv.planner.memory import Serving, model_gates, weight_bytes
 from sglang_kv.planner.model import Model
 from sglang_kv.planner.render import detail, table
@@ -24,12 +22,20 @@ from sglang_kv.planner.units import (
     KV_DTYPES,
     STATE_DTYPES,
     PlanError,
-    check_count,
     parse_device,
     parse_dtype,
     parse_parameters,
     parse_size,
-    parse_tokens,
+)
+from sglang_kv.planner.values import (
+    gates_file,
+    json_object,
+    parts,
+    share,
+    text_or_file,
+    token_list,
+    tokens,
+    whole_number,
 )
 from sglang_kv.presets import PRESETS
 
@@ -67,6 +73,8 @@ def output(*argv: str) -> str:
 def answer(args: argparse.Namespace) -> str:
     """What is printed."""
     if args.list:
+        if args.json:
+            raise PlanError("--json: there is none of --list")
         return models_text()
     if not args.model:
         raise PlanError("MODEL: missing (a path, ORG/NAME, or a name from --list)")
@@ -74,18 +82,22 @@ def answer(args: argparse.Namespace) -> str:
     show = args.show or ("plan" if request.is_one else "sweep")
     if args.json and show not in ("plan", "sweep"):
         raise PlanError(f"--json: there is none of --show {show}")
-    if args.plot and show != "sweep":
+    if args.max_context is not None and show != "paging":
+        raise PlanError("--max-context: belongs to --show paging")
+    if args.plot is not None and show != "sweep":
         raise PlanError("--plot: needs a sweep, that is several contexts, methods or models")
     if show == "sweep":
         found = views.sweep(request.models, request.specs, request.contexts, request.plan)
-        if args.plot:
+        if args.plot is not None:
             views.plot(found, args.plot)
         return json.dumps(found.as_json(), indent=2) if args.json else views.sweep_text(found)
     model, spec = request.one_model(show), request.one_spec(show)
     if show == "attention":
         return views.attention_kinds(model, request.serving(model), request.contexts)
     if show == "paging":
-        most = _tokens(args.max_context, "--max-context") if args.max_context else model.context
+        most = model.context
+        if args.max_context is not None:
+            most = tokens(args.max_context, "--max-context")
         if most is None:
             raise PlanError("--max-context: missing, and the config names no context")
         return views.paging(request.plan, model, spec, request.contexts, most)
@@ -104,39 +116,39 @@ class Request:
         # A path may hold a comma.
         self.models = (
             [find_model(args.model)]
-            if Path(args.model).exists()
+            if existing(args.model) is not None
             else [find_model(name) for name in names]
         )
         if not self.models:
             raise PlanError("MODEL: missing (a path, ORG/NAME, or a name from --list)")
         self.contexts = self._contexts()
         self.specs = self._specs()
-        self.new = _tokens(args.new_tokens, "--new-tokens", least=0)
-        self.requests = _integer(args.requests, "--requests")
-        self.page_size = _integer(args.page_size, "--page-size")
-        self.tp_size = _integer(args.tp_size, "--tp-size")
-        self.chunk = _tokens(args.chunk, "--chunk", least=0) or None
+        self.new = tokens(args.new_tokens, "--new-tokens", least=0)
+        self.requests = whole_number(args.requests, "--requests")
+        self.page_size = whole_number(args.page_size, "--page-size")
+        self.tp_size = whole_number(args.tp_size, "--tp-size")
+        self.chunk = tokens(args.chunk, "--chunk", least=0) or None
         self.reserve = parse_size(args.reserve, "--reserve")
-        self.sparsity = _share(args.assume_sparsity, "--assume-sparsity")
-        self.gates: HeadGates | None = load_gates(args.gates) if args.gates else None
+        self.sparsity = share(args.assume_sparsity, "--assume-sparsity")
+        self.gates = None if args.gates is None else gates_file(args.gates)
 
     @property
     def is_one(self) -> bool:
         return len(self.models) == len(self.contexts) == len(self.specs) == 1
 
     def one_model(self, show: str) -> Model:
-        return self._one(self.models, "MODEL", show)
+        return self._one(self.models, "MODEL", f"--show {show}")
 
     def one_spec(self, show: str) -> Any:
-        return self._one(self.specs, "--method", show)
+        return self._one(self.specs, "--method", f"--show {show}")
 
     def one_context(self, show: str) -> int:
-        return self._one(self.contexts, "--context", show)
+        return self._one(self.contexts, "--context", f"--show {show}")
 
     @staticmethod
-    def _one(values: list[Any], flag: str, show: str) -> Any:
+    def _one(values: list[Any], flag: str, what: str) -> Any:
         if len(values) != 1:
-            raise PlanError(f"{flag}: --show {show} takes one, got {len(values)}")
+            raise PlanError(f"{flag}: {what} takes one, got {len(values)}")
         return values[0]
 
     def plan(self, model: Model, spec: Any, context: int) -> CapacityPlan:
@@ -161,7 +173,9 @@ class Request:
         state = self.args.state_dtype
         return Serving(
             kv_dtype=own if kv == "auto" else parse_dtype(kv, "--kv-dtype", KV_DTYPES),
-            state_dtype=parse_dtype(state, "--state-dtype", STATE_DTYPES) if state else None,
+            state_dtype=None
+            if state is None
+            else parse_dtype(state, "--state-dtype", STATE_DTYPES),
             page_size=self.page_size,
             tp_size=self.tp_size,
             chunk=self.chunk,
@@ -172,12 +186,14 @@ class Request:
         dtype = args.weight_dtype
         if dtype is not None:
             dtype = parse_dtype(dtype, "--weight-dtype", tuple(DTYPES))
-        if args.parameters:
+        if args.parameters is not None:
             model = replace(model, parameters=parse_parameters(args.parameters, "--parameters"))
         weights = (
-            parse_size(args.weights, "--weights") if args.weights else weight_bytes(model, dtype)
+            weight_bytes(model, dtype)
+            if args.weights is None
+            else parse_size(args.weights, "--weights")
         )
-        memory = parse_device(args.device) if args.device else None
+        memory = None if args.device is None else parse_device(args.device)
         if memory is not None and weights is None:
             raise PlanError(
                 f"--weights: not known for {model.name}; give --weights SIZE, or --parameters "
@@ -192,15 +208,15 @@ class Request:
             if None in known or len(known) > 1:
                 raise PlanError("--context: missing (these models have no one context length)")
             return [context for context in known if context is not None]
-        return [_tokens(part, "--context") for part in _parts(text, "--context")]
+        return token_list(text, "--context")
 
     def _specs(self) -> list[Any]:
         specs: list[Any] = []
         for text in self.args.method or ["none"]:
             if text.lstrip().startswith("{"):
-                specs.append(_json_object(text, "--method"))
+                specs.append(json_object(text, "--method"))
                 continue
-            for name in _parts(text, "--method"):
+            for name in parts(text, "--method"):
                 if name == "all":
                     specs += method_names()
                 elif name in method_names() or name in PRESETS:
@@ -210,10 +226,10 @@ class Request:
                     raise PlanError(f"--method: unknown method {name[:40]!r} (known: {known}, all)")
         config = self.args.method_config
         if config is not None:
-            spec = self._one(specs, "--method", "plan with --method-config")
+            spec = self._one(specs, "--method", "--method-config")
             if not isinstance(spec, str) or spec in PRESETS:
                 raise PlanError("--method-config: needs --method NAME")
-            parameters = _json_object(_text(config), "--method-config")
+            parameters = json_object(text_or_file(config), "--method-config")
             if "method" in parameters:
                 raise PlanError("--method-config: holds parameters only; the method is --method's")
             return [{"method": spec, **parameters}]
@@ -224,54 +240,3 @@ def models_text() -> str:
     """The catalogue as a table."""
     rows = [[name, find_model(name).summary()] for name in catalogue()]
     return table(["model", "what keeps memory"], rows)
-
-
-def _parts(text: str, flag: str) -> list[str]:
-    parts = [part.strip() for part in text.split(",")]
-    if not all(parts):
-        raise PlanError(f"{flag}: an empty item in {text[:40]!r}")
-    return parts
-
-
-def _tokens(text: str, flag: str, least: int = 1) -> int:
-    return check_count(flag, parse_tokens(text, flag), least)
-
-
-def _integer(text: str, flag: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise PlanError(f"{flag}: expected a whole number, got {text[:40]!r}") from None
-
-
-def _share(text: str | None, flag: str) -> float | None:
-    if text is None:
-        return None
-    try:
-        share = float(text)
-    except ValueError:
-        raise PlanError(f"{flag}: expected a share such as 0.5, got {text[:40]!r}") from None
-    if not 0 <= share <= 1:  # NaN, too
-        raise PlanError(f"{flag}: must be between 0 and 1, got {text[:40]!r}")
-    return share
-
-
-def _text(value: str) -> str:
-    """A flag's value, or what ``@FILE`` holds."""
-    if not value.startswith("@"):
-        return value
-    try:
-        return Path(value[1:]).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "not text"
-        raise PlanError(f"--method-config: {value[1:]}: {reason}") from None
-
-
-def _json_object(text: str, flag: str) -> dict[str, Any]:
-    try:
-        held = json.loads(text)
-    except ValueError as error:
-        raise PlanError(f"{flag}: not JSON: {error}") from None
-    if not isinstance(held, dict):
-        raise PlanError(f"{flag}: expected a JSON object")
-    return held

@@ -12,7 +12,7 @@ from sglang_kv.planner.units import DTYPES, STATE_DTYPES, PlanError, parse_dtype
 from sglang_kv.planner.weights import count_parameters, quantized_dtype
 
 #: Where multimodal models keep the language model.
-_NESTED = ("text_config", "llm_config", "language_config")
+_NESTED = ("thinker_config", "text_config", "llm_config", "language_config")
 #: Models whose layers are not what num_hidden_layers counts, or that keep nothing from token to
 #: token, although their fields look like any other's.
 _REFUSED = {
@@ -22,6 +22,9 @@ _REFUSED = {
     **dict.fromkeys(
         ("bert", "roberta", "xlm-roberta", "camembert", "electra", "deberta-v2", "modernbert"),
         "is an encoder, which keeps no KV",
+    ),
+    **dict.fromkeys(
+        ("mamba", "mamba2", "falcon_mamba", "rwkv"), "has no attention layer, so no KV to plan"
     ),
 }
 #: Mamba of the first kind: a state per channel, not per head.
@@ -43,12 +46,14 @@ def read_model(config: Any, name: str, *, parameters: int | None = None) -> Mode
     if not isinstance(config, Mapping):
         raise PlanError(f"{source}: expected a JSON object, got {type(config).__name__}")
     notes = []
-    inner = next((config[key] for key in _NESTED if isinstance(config.get(key), Mapping)), config)
+    inner = _language_model(config)
     if inner is not config:
         notes.append("of a multimodal model, the language model")
-    model_type = str(inner.get("model_type") or config.get("model_type") or "")
-    if not model_type:
+    model_type = inner.get("model_type") or config.get("model_type")
+    if model_type is None:
         raise PlanError(f"{source}: model_type is missing")
+    if not isinstance(model_type, str) or not 0 < len(model_type) <= 64:
+        raise PlanError(f"{source}: model_type: expected a name, got {str(model_type)[:40]!r}")
     if config.get("is_encoder_decoder"):
         raise PlanError(f"{source}: {model_type} is an encoder-decoder, which is not supported")
     if model_type in _REFUSED:
@@ -78,12 +83,20 @@ def read_model(config: Any, name: str, *, parameters: int | None = None) -> Mode
         dtype=parse_dtype(str(dtype or "bf16"), f"{source}: torch_dtype", tuple(DTYPES)),
         state_dtype=state_dtype,
         context=fields.optional_count(
-            "max_position_embeddings", "n_positions", "max_sequence_length", "seq_length"
+            "max_position_embeddings", "n_positions", "max_sequence_length", "seq_length", "n_ctx"
         ),
         parameters=parameters or count_parameters(fields, model_type, inner is not config),
         weight_dtype=quantized_dtype(quantized),
         notes=tuple(notes),
     )
+
+
+def _language_model(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What is nested the deepest: Omni models keep it two levels down."""
+    for key in _NESTED:
+        if isinstance(config.get(key), Mapping):
+            return _language_model(config[key])
+    return config
 
 
 def _without_shared(fields: Fields, kinds: list[Kind]) -> tuple[list[Kind], int]:
@@ -106,7 +119,12 @@ def _caches(fields: Fields, model_type: str, kinds: list[Kind]) -> tuple[Attenti
         nope = fields.count("qk_nope_head_dim", least=0)
         plain = query * (nope + rope + (value or nope))
         fields.get("num_key_value_heads", "head_dim")  # these say nothing with MLA
-        return tuple(Latent(latent, rope, plain) for kind in kinds if kind == "full")
+        other = next((kind for kind in kinds if kind in ("sliding", "chunked", "both")), None)
+        if other is not None:
+            raise PlanError(
+                f"{fields.source}: kv_lora_rank: MLA in {other} layers is not supported"
+            )
+        return tuple(Latent(latent, rope, plain, query) for kind in kinds if kind == "full")
     heads = _kv_heads(fields, model_type, query)
     if query % heads:
         raise PlanError(

@@ -17,7 +17,8 @@ from sglang_kv.planner.units import PlanError
 _MATTERS = re.compile(
     r"mamba|ssm|^linear_|conv|window|layer_types|layers_block_type|block_types|hybrid|attn_layer|"
     r"attn_config|lora_rank|^index|kv_shared|compress|recurrent|rwkv|state_size|cross_attention|"
-    r"chunk_size|sparse|kda|swa_|key_value_heads|head_dim|full_attn|kv_heads|_cache_|per_layer"
+    r"chunk_size|sparse|kda|swa_|key_value_heads|head_dim|full_attn|kv_heads|_cache_|per_layer|"
+    r"block_configs|attn_type|attention_type|attention_groups|attention_other|cla_|layer_group_size"
 )
 #: Fields of that look that change nothing: how something is computed, not what is kept.
 _HARMLESS = re.compile(

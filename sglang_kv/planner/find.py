@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 from sglang_kv.planner.config import read_model
 from sglang_kv.planner.model import Model
 from sglang_kv.planner.units import PlanError
+from sglang_kv.planner.weights import quantized_dtype
 
 
 @cache
@@ -32,12 +33,13 @@ def find_model(text: str) -> Model:
     Raises:
         PlanError: there is no such model, or its config cannot be read or understood.
     """
-    path = Path(text).expanduser()
-    if path.exists():
+    path = existing(text)
+    if path is not None:
         file = path / "config.json" if path.is_dir() else path
         name = (file.parent if file.name == "config.json" else file).resolve().stem
         model = read_model(_load(file), name)
-        return replace(model, path=text, source=str(file))
+        weights = model.weight_dtype or _quantized_beside(file)
+        return replace(model, path=text, source=str(file), weight_dtype=weights)
     entry = _in_catalogue(text)
     if entry is not None:
         name, held = entry
@@ -51,6 +53,26 @@ def find_model(text: str) -> Model:
         f"MODEL: {text[:80]!r} is no path, no name on the hub (ORG/NAME), and not in the "
         f"catalogue: {', '.join(catalogue())}"
     )
+
+
+def existing(text: str) -> Path | None:
+    """The path that ``text`` is; None where there is none, or it cannot be one."""
+    try:
+        path = Path(text).expanduser()
+        return path if path.exists() else None
+    except (OSError, RuntimeError, ValueError):  # too long, no such user, a null byte
+        return None
+
+
+def _quantized_beside(file: Path) -> str | None:
+    """ModelOpt's checkpoints say in a file of their own how the weights are quantized."""
+    beside = file.parent / "hf_quant_config.json"
+    if file.name != "config.json" or not beside.exists():
+        return None
+    held = _load(beside)
+    quantization = held.get("quantization") if isinstance(held, dict) else None
+    algorithm = quantization.get("quant_algo") if isinstance(quantization, dict) else None
+    return quantized_dtype({"quant_method": str(algorithm).lower()})
 
 
 def _in_catalogue(text: str) -> tuple[str, dict[str, Any]] | None:

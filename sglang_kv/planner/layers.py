@@ -55,6 +55,9 @@ def layer_kinds(fields: Fields, model_type: str) -> list[Kind]:
     count = fields.optional_count("num_hidden_layers", "n_layer", "n_layers", "num_layers")
     if count is not None and count > MOST_LAYERS:
         raise PlanError(f"{fields.source}: num_hidden_layers: {count} are more than any model has")
+    kinds = fields.values.get("attn_type_list")
+    if isinstance(kinds, list) and kinds == [1] * len(kinds):
+        fields.get("attn_type_list")  # MiniMax: all of them softmax; 0 is lightning attention
     if pattern:
         return _checked(fields, count, "hybrid_override_pattern", _from_pattern(fields, pattern))
     if types is not None:

@@ -105,6 +105,7 @@ def request_need(
         _window_bytes(layer, serving, prompt, serving.chunk or prompt) for layer in model.sliding
     )
     for layer in model.latent:  # on every device of a group
+        shard("query heads", layer.query_heads, serving.tp_size)
         held = -(-tokens // size) * size * element_bytes(layer.values, serving.kv_dtype)
         others, peaks = others + held, peaks + held
     dtype = serving.state_dtype or model.state_dtype
@@ -127,14 +128,19 @@ def policy_plan(
 ) -> Plan | None:
     """What the policy does to the layers that keep every token; None where there are none."""
     full = model.full
-    if policy.name != "none" and not full:
-        why = "one latent per token and layer (MLA)" if model.latent else "a window in every layer"
-        raise PlanError(f"--method {policy.name}: {model.name} keeps {why}, with nothing to drop")
+    check_compressible(model, policy)
     if not full:
         return None
     if len(set(full)) > 1:
         raise PlanError(f"{model.name}: its full-attention layers differ, which is not supported")
     return policy.plan(prompt, geometry(model, serving, gates))
+
+
+def check_compressible(model: Model, policy: Compressor) -> None:
+    """`PlanError` where the model has no layer that the policy could drop anything from."""
+    if policy.name != "none" and not model.full:
+        why = "one latent per token and layer (MLA)" if model.latent else "a window in every layer"
+        raise PlanError(f"--method {policy.name}: {model.name} keeps {why}, with nothing to drop")
 
 
 def geometry(model: Model, serving: Serving, gates: HeadGates | None) -> Geometry:
@@ -192,6 +198,7 @@ def _window_bytes(layer: Attention, serving: Serving, tokens: int, chunk: int = 
     assert layer.window is not None
     held = -(-min(tokens, layer.window + chunk) // serving.page_size)
     heads = shard_or_copy("KV heads", layer.kv_heads, serving.tp_size)
+    shard("query heads", layer.query_heads, serving.tp_size)
     return held * heads * page_bytes(layer, serving)
 
 

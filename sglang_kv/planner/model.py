@@ -44,12 +44,13 @@ class Latent:
 
     It stands for K and V of all heads together, so it is counted once, and every rank of a
     tensor-parallel group holds it. ``plain`` is what multi-head attention would keep in its place,
-    elements per token.
+    elements per token. ``query_heads`` are split over the group all the same.
     """
 
     rank: int
     rope: int
     plain: int
+    query_heads: int
 
     @property
     def values(self) -> int:

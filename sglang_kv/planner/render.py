@@ -44,13 +44,14 @@ def detail(plan: CapacityPlan) -> str:
         "",
     ]
     growing = len(model.full) + len(model.latent)
-    rows = [
-        ("KV of one token in one layer", show_bytes(plan.layer_token_bytes), ""),
-        ("KV of one token", show_bytes(plan.token_bytes), f"in {growing} layers"),
-    ]
+    rows = [("KV of one token in one layer", show_bytes(plan.layer_token_bytes), "")]
+    if growing:
+        where = f"in {growing} layer{'s' * (growing > 1)}"
+        rows.append(("KV of one token", show_bytes(plan.token_bytes), where))
     if model.sliding:
-        extra = f"beside it, in the first {model.sliding[0].window:,} tokens"
-        rows.append(("  in windows", show_bytes(plan.windowed_token_bytes), extra))
+        name, also = ("  in windows", "beside it, ") if growing else ("KV of one token", "")
+        extra = f"{also}in the first {model.sliding[0].window:,} tokens"
+        rows.append((name, show_bytes(plan.windowed_token_bytes), extra))
     kept = "" if plan.policy.name == "none" else f"{need.kept_tokens:,} tokens per head, mean"
     rows.append((f"KV of one request, {each}", show_bytes(need.kv), kept))
     if model.states:
@@ -71,7 +72,8 @@ def detail(plan: CapacityPlan) -> str:
     lines += _aligned(rows)
     lines += ["", *_naive_lines(plan), *_fit_lines(plan)]
     lines += [f"Note: {caution}." for caution in cautions(plan)]
-    lines += ["", serve_command(plan)]
+    command = serve_command(plan)
+    lines += ["", command or "No command: not one such request fits."]
     return "\n".join(lines)
 
 

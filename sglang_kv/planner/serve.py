@@ -18,12 +18,14 @@ _PAGE_SIZES = (1, 16, 32)
 _KV_DTYPES = ("bf16", "fp16")
 
 
-def serve_command(plan: CapacityPlan) -> str:
-    """``sglang serve`` with the flags that the plan stands for."""
+def serve_command(plan: CapacityPlan) -> str | None:
+    """``sglang serve`` with the flags that the plan stands for; None where not one request fits."""
     serving, policy, fits = plan.serving, plan.policy, plan.fits
     running = plan.requests
     if fits is not None:
-        running = max(1, min(running, fits.requests) if running > 1 else fits.requests)
+        if fits.requests == 0:
+            return None
+        running = min(running, fits.requests) if running > 1 else fits.requests
     words = ["sglang", "serve", "--model-path", plan.model.path or plan.model.name]
     words += ["--context-length", str(plan.tokens), "--page-size", str(serving.page_size)]
     if serving.tp_size > 1:

@@ -12,6 +12,8 @@ from fractions import Fraction
 #: More than any of these is a slip of the keyboard.
 MOST_TOKENS = 2**31 - 1
 MOST_BYTES = 2**60
+#: Longer than any number that is meant: Python refuses to read what is much longer.
+_MOST_DIGITS = 40
 
 _BINARY = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _DECIMAL = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -65,7 +67,7 @@ def parse_size(text: str, flag: str) -> int:
         PlanError: no number, no unit or an unknown one, negative, or absurdly large.
     """
     match = re.fullmatch(r"\s*([-+]?\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
-    if match is None:
+    if match is None or len(match[1]) > _MOST_DIGITS:
         raise PlanError(f"{flag}: expected a size such as 54GB or 80GiB, got {text[:40]!r}")
     number, unit = Fraction(match[1]), match[2]
     by_case = {name.lower(): size for name, size in SIZE_UNITS.items()}
@@ -100,7 +102,7 @@ def parse_device(text: str, flag: str = "--device") -> int:
 def parse_tokens(text: str, flag: str) -> int:
     """``262144``, ``128k`` or ``1m`` as a number of tokens; k is 1,024, m is 1,048,576."""
     match = re.fullmatch(r"\s*([-+]?\d[\d_,]*(?:\.\d+)?)\s*([kKmM]?)\s*", text)
-    if match is None:
+    if match is None or len(match[1]) > _MOST_DIGITS:
         raise PlanError(f"{flag}: expected tokens such as 4096 or 128k, got {text[:40]!r}")
     scale = {"": 1, "k": 2**10, "m": 2**20}[match[2].lower()]
     tokens = Fraction(match[1].replace("_", "").replace(",", "")) * scale
@@ -112,10 +114,13 @@ def parse_tokens(text: str, flag: str) -> int:
 def parse_parameters(text: str, flag: str) -> int:
     """``27B``, ``135M`` or a plain number, as a count of parameters."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kKmMbBtT]?)\s*", text)
-    if match is None or Fraction(match[1]) == 0:
+    if match is None or len(match[1]) > _MOST_DIGITS or Fraction(match[1]) == 0:
         raise PlanError(f"{flag}: expected parameters such as 27B or 135M, got {text[:40]!r}")
     scale = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}[match[2].lower()]
-    return int(Fraction(match[1]) * scale)
+    count = int(Fraction(match[1]) * scale)
+    if not 0 < count <= MOST_BYTES // 4:
+        raise PlanError(f"{flag}: {text[:40]!r} is no model's number of parameters")
+    return count
 
 
 def check_count(flag: str, value: int, least: int = 1, most: int = MOST_TOKENS) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from sglang_kv.compression import PolicyError
@@ -14,7 +15,7 @@ from sglang_kv.planner.render import table, title
 from sglang_kv.planner.units import PlanError, element_bytes, show_bytes, show_tokens
 
 #: DeepSeek-V2's and V3's, for comparison: a latent of 512 and 64 rotated values.
-MLA = Latent(512, 64, 0)
+MLA = Latent(512, 64, 0, 1)
 
 #: Makes a plan: model, policy, tokens of the prompt.
 Planner = Callable[[Model, Any, int], CapacityPlan]
@@ -205,15 +206,21 @@ def plot(found: Sweep, path: str) -> None:
         import matplotlib
     except ImportError:
         raise PlanError("--plot: needs matplotlib: pip install 'sglang-kv[bench]'") from None
+    if Path(path).is_dir():  # where matplotlib would write a file named .png
+        raise PlanError(f"--plot: {path or '.'}: is a folder")
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
-    for row, cells in zip(found.rows, found.cells, strict=True):
-        pairs = [(c.tokens, c.need.steady / 2**30) for c in cells if not isinstance(c, str)]
-        if pairs:
-            axes.plot(*zip(*pairs, strict=True), marker="o", label=row)
-    axes.set(xscale="log", yscale="log", xlabel="tokens", ylabel="KV and state of one request, GiB")
+    for i, (row, cells) in enumerate(zip(found.rows, found.cells, strict=True)):
+        pairs = [(c.tokens, c.need.steady) for c in cells if not isinstance(c, str)]
+        if pairs:  # hollow and of many shapes: several methods may keep as much
+            shape = "osD^v<>P*X"[i % 10]
+            axes.plot(*zip(*pairs, strict=True), marker=shape, markerfacecolor="none", label=row)
+    axes.set_xscale("log")
+    axes.set_yscale("log", base=2)
+    axes.set(xlabel="tokens", ylabel="KV and state of one request")
+    axes.yaxis.set_major_formatter(lambda size, _: show_bytes(size))
     axes.set_xticks(found.contexts, [show_tokens(context) for context in found.contexts])
     axes.minorticks_off()
     axes.grid(alpha=0.3)

@@ -50,7 +50,9 @@ def test_shapes(name: str) -> None:
 def test_entries_say_where_they_are_from(name: str) -> None:
     entry = catalogue()[name]
     assert entry["source"]
-    assert all(source.startswith("https://") for source in entry["source"])
+    assert entry["checked"]  # what its numbers were compared with, field by field
+    assert all(source.startswith("https://") for source in entry["source"] + entry["checked"])
+    assert "parameters" not in entry or "parameters" in entry["unchecked"]
     assert f"https://huggingface.co/{entry['hub']}/blob/main/config.json" in entry["source"]
     model = find_model(name)
     assert model.parameters
@@ -104,6 +106,31 @@ def test_broken_files(tmp_path: Path, content: str, message: str) -> None:
 def test_a_folder_without_a_config(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match=r"^MODEL: .* holds no config.json$"):
         find_model(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("beside", "dtype"),
+    [
+        ({"quantization": {"quant_algo": "FP8"}}, "fp8"),
+        ({"quantization": {"quant_algo": "NVFP4"}}, "unknown"),
+        ({}, "unknown"),
+        ([], "unknown"),
+    ],
+)
+def test_weights_that_a_file_beside_the_config_says_are_quantized(
+    tmp_path: Path, beside: Any, dtype: str
+) -> None:
+    """ModelOpt's hf_quant_config.json, whose config.json still says bfloat16."""
+    (tmp_path / "config.json").write_text(json.dumps(catalogue()["qwen3-8b"]["config"]))
+    assert find_model(str(tmp_path)).weight_dtype is None
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(beside))
+    assert find_model(str(tmp_path)).weight_dtype == dtype
+
+
+@pytest.mark.parametrize("text", ["~no_such_user/model", "x" * 5000, "a\0b"])
+def test_what_cannot_be_a_path(text: str) -> None:
+    with pytest.raises(PlanError, match=r"^MODEL: .* is no path, no name on the hub"):
+        find_model(text)
 
 
 def test_an_unknown_name() -> None:

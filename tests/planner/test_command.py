@@ -202,6 +202,22 @@ def test_requests_that_do_not_fit() -> None:
     assert "Of 16, 13 wait." in text
 
 
+def test_no_command_where_not_one_fits() -> None:
+    text = output("llama-3-8b", "--context", "1m", "--device", "h100")
+    assert "It fits 0 requests at once." in text
+    assert text.splitlines()[-1] == "No command: not one such request fits."
+    held = json.loads(output("llama-3-8b", "--context", "1m", "--device", "h100", "--json"))
+    assert (held["fits"]["requests"], held["serve"]) == (0, None)
+
+
+def test_windows_alone() -> None:
+    """No row of what grows where nothing does."""
+    text = output("mistral-7b-v0.1", "--context", "32k")
+    assert re.findall(r"^KV of one token  +(.*)$", text, re.M) == [
+        "128 KiB  in the first 4,096 tokens"
+    ]
+
+
 def test_help_teaches_the_formula_in_five_lines(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         cli.main(["plan", "--help"])
@@ -218,6 +234,8 @@ def test_a_plot(tmp_path: Path) -> None:
     path = tmp_path / "plan.png"
     output("llama-3-8b", "--context", "8k,32k", "--method", "none,snapkv", "--plot", str(path))
     assert path.read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(ValueError, match=r"^--plot: .*: is a folder$"):
+        output("llama-3-8b", "--context", "8k,32k", "--plot", str(tmp_path))
 
 
 # Mistakes ----------------------------------------------------------------------------------------
@@ -231,6 +249,11 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "context is negative": (["llama-3-8b", "--context=-8k"], "--context: must be at least 1"),
     "context is no number": (["llama-3-8b", "--context", "much"], "--context: expected tokens"),
     "context has an unknown unit": (["llama-3-8b", "--context", "8q"], "--context: expected tok"),
+    "context has thousands": (
+        ["llama-3-8b", "--context", "131,072"],
+        "--context: '131,072' is one number or several; write 131072, or '131, 072' with spaces",
+    ),
+    "context has 5,000 digits": (["llama-3-8b", "--context", "9" * 5000], "--context: expected t"),
     "context is half a token": (["llama-3-8b", "--context", "0.3"], "--context: '0.3' is not a"),
     "context is huge": (["llama-3-8b", "--context", "9" * 30], "--context: must be at most 2,147"),
     "empty context": (["llama-3-8b", "--context", "8k,,1k"], "--context: an empty item"),
@@ -247,6 +270,14 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
         "--tp-size: 12 devices cannot share 8 KV heads",
     ),
     "TP beyond the heads": ([*ONE, "--tp-size", "64"], "--tp-size: 32 query heads cannot be split"),
+    "TP does not divide a latent's heads": (
+        ["deepseek-v3", "--context", "8k", "--tp-size", "7"],
+        "--tp-size: 128 query heads cannot be split over 7",
+    ),
+    "TP beyond the heads of windows": (
+        ["mistral-7b-v0.1", "--context", "8k", "--tp-size", "64"],
+        "--tp-size: 32 query heads cannot be split over 64",
+    ),
     "unknown KV dtype": ([*ONE, "--kv-dtype", "fp3"], "--kv-dtype: unknown dtype 'fp3' (known: bf"),
     "fp32 KV": ([*ONE, "--kv-dtype", "fp32"], "--kv-dtype: unknown dtype 'fp32'"),
     "unknown state dtype": ([*ONE, "--state-dtype", "fp8"], "--state-dtype: unknown dtype 'fp8'"),
@@ -257,6 +288,10 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "device in stones": ([*ONE, "--device", "80st"], "--device: unknown unit 'st'"),
     "device of nothing": ([*ONE, "--device", "0GB"], "--device: a device needs memory"),
     "device is negative": ([*ONE, "--device=-80GB"], "--device: must not be negative"),
+    "device is negative, two words": ([*ONE, "--device", "-80GB"], "--device: must not be neg"),
+    "device is empty": ([*ONE, "--device", ""], "--device: unknown device ''"),
+    "weights are empty": ([*ONE, "--weights", ""], "--weights: expected a size"),
+    "device has 5,000 digits": ([*ONE, "--device", "9" * 5000 + "GB"], "--device: expected a si"),
     "device is absurd": ([*ONE, "--device", "9" * 30 + "GB"], "is more than any machine has"),
     "weights do not fit": ([*ONE, "--device", "t4"], "--device: 16 GB do not hold the weights"),
     "weights without a unit": ([*ONE, "--weights", "54"], "--weights: no unit in '54'"),
@@ -265,12 +300,20 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
         "--weights: not known for gpt-oss-20b; give --weights SIZE",
     ),
     "parameters are a word": ([*ONE, "--parameters", "lots"], "--parameters: expected parameters"),
+    "parameters are absurd": ([*ONE, "--parameters", "9" * 30], "is no model's number of param"),
+    "parameters have 5,000 digits": ([*ONE, "--parameters", "9" * 5000], "--parameters: expected"),
+    "an argument too many": ([*ONE, "more"], "unknown arguments: more"),
+    "an unknown flag": ([*ONE, "--batch", "8"], "unknown arguments: --batch 8"),
+    "a flag without its value": (["llama-3-8b", "--context"], "--context: expected one argument"),
+    "unknown view": ([*ONE, "--show", "all"], "--show: invalid choice: 'all'"),
+    "reserve of another view": ([*ONE, "--max-context", "8k"], "--max-context: belongs to --show"),
+    "json of the list": (["--list", "--json"], "--json: there is none of --list"),
     "reserve is negative": ([*ONE, "--reserve=-1GB"], "--reserve: must not be negative"),
     "unknown method": ([*ONE, "--method", "magic"], "--method: unknown method 'magic'"),
     "method without gates": (
         [*ONE, "--method", "duoattention"],
         "--method duoattention: needs head gates, and none are known for llama-3-8b; make them "
-        "with scripts/calibrate_heads.py or take a published pattern, and give --gates FILE; or "
+        "with `sglang-kv calibrate` or take a published pattern, and give --gates FILE; or "
         "plan with --assume-sparsity SHARE",
     ),
     "budgets without gates": (
@@ -289,7 +332,7 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     ),
     "assumed too much": ([*ONE, "--assume-sparsity", "2"], "--assume-sparsity: must be between 0"),
     "assumed NaN": ([*ONE, "--assume-sparsity", "nan"], "--assume-sparsity: must be between 0"),
-    "gates are missing": ([*ONE, "--gates", "no_such.json"], "--kv-gates: no_such.json: no such"),
+    "gates are missing": ([*ONE, "--gates", "no_such.json"], "--gates: no_such.json: no such"),
     "bad parameter": (
         [*ONE, "--method", "snapkv", "--method-config", '{"budget": -1}'],
         "kv_compression.budget: must be at least 2, got -1",
@@ -316,7 +359,15 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     ),
     "config of two methods": (
         [*ONE, "--method", "snapkv,h2o", "--method-config", "{}"],
-        "--method: --show plan with --method-config takes one, got 2",
+        "--method: --method-config takes one, got 2",
+    ),
+    "config is too deep": (
+        [*ONE, "--method", "snapkv", "--method-config", "[" * 100_000],
+        "--method-config: not JSON: nested too deeply",
+    ),
+    "MLA has no heads to gate": (
+        ["deepseek-v3", "--method", "duoattention"],
+        "--method duoattention: deepseek-v3 keeps one latent per token and layer (MLA)",
     ),
     "MLA cannot be compressed": (
         ["deepseek-v3", "--method", "snapkv"],

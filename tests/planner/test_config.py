@@ -196,6 +196,13 @@ def test_a_nested_language_model() -> None:
     assert found.model_type == "gemma3_text"
 
 
+def test_an_omni_model_s_language_model() -> None:
+    """Qwen3-Omni keeps it two levels down."""
+    found = read_model({"model_type": "omni", "thinker_config": {"text_config": LLAMA}}, "m")
+    assert heads(found) == ("GQA", 2, 32)
+    assert found.model_type == "llama"
+
+
 def test_families_fill_in_what_they_leave_out() -> None:
     """Gemma 3 12B's config.json names no head_dim, and Gemma 3 4B's not even heads."""
     text = {"model_type": "gemma3_text", "num_hidden_layers": 34, "hidden_size": 2560}
@@ -204,7 +211,7 @@ def test_families_fill_in_what_they_leave_out() -> None:
 
 def test_a_latent() -> None:
     found = read(MLA)
-    assert found.caches == (Latent(48, 16, 8 * (48 + 32)),) * 4
+    assert found.caches == (Latent(48, 16, 8 * (48 + 32), 8),) * 4
     assert found.caches[0].values == 64
 
 
@@ -295,6 +302,10 @@ def test_quantized_weights() -> None:
         ({**LLAMA, "model_type": "bert"}, "bert is an encoder, which keeps no KV"),
         ({**MLA, "model_type": "longcat_flash"}, "longcat_flash has two attention blocks per la"),
         ({"model_type": "new"}, "num_hidden_layers is missing"),
+        ({**LLAMA, "model_type": ["llama"]}, r"model_type: expected a name, got \"\['llama'\]"),
+        ({**LLAMA, "model_type": ""}, "model_type: expected a name, got ''"),
+        ({**LLAMA, "model_type": "mamba2"}, "mamba2 has no attention layer, so no KV to plan"),
+        ({**MLA, "sliding_window": 64}, "kv_lora_rank: MLA in sliding layers is not supported"),
         ({**LLAMA, "num_attention_heads": None}, "num_attention_heads is missing"),
         ({**LLAMA, "hidden_size": None}, "hidden_size is missing"),
         ({**LLAMA, "hidden_size": 250}, "head_dim is missing, and hidden_size 250 is no multiple"),
@@ -345,11 +356,19 @@ def test_broken_configs(config: Any, message: str) -> None:
         {"attn_config": {"kv_n_heads": 8}},  # DBRX, MPT
         {"num_global_key_value_heads": 4},  # Gemma 4
         {"swa_head_dim": 192},  # MiMo: other heads in windows
+        {"num_key_value_heads": None, "block_configs": [{}]},  # Llama-Nemotron: heads per layer
+        {"attn_type_list": [0, 0, 0, 1]},  # MiniMax-Text-01: lightning attention
+        {"num_attention_groups": 1},  # Step-3
+        {"use_cla": True, "cla_share_factor": 2},  # Hunyuan: two layers share KV
     ],
 )
 def test_what_is_not_understood_is_refused(more: dict[str, Any]) -> None:
     with pytest.raises(PlanError, match=r"the planner does not know what .* does to the cache"):
         read(LLAMA, **more)
+
+
+def test_a_list_of_nothing_but_softmax_is_understood() -> None:
+    assert len(read(LLAMA, model_type="minimax_m2", attn_type_list=[1] * 4).full) == 4
 
 
 def test_a_new_name_for_a_plain_model_is_no_obstacle() -> None:
