@@ -23,6 +23,7 @@ from typing import Any
 
 from sglang_kv.benchmarks.arms import FULL, Arm, Asker, fan_out
 from sglang_kv.benchmarks.common import wilson
+from sglang_kv.benchmarks.intervals import draws, middle_95
 from sglang_kv.benchmarks.needle import COLUMNS
 from sglang_kv.benchmarks.prompts import Chat, Haystack, build
 from sglang_kv.benchmarks.server import generate_body
@@ -194,9 +195,17 @@ def summarize(scores: list[Score]) -> dict[str, Any]:
                 "agreed": agreed,
                 "interval": wilson(agreed, tokens),
                 "kl": round(sum(s.kl * s.tokens for s in part) / tokens, 5),
+                "kl_interval": _over_prompts(part),
                 "kl_worst_case": round(max(s.kl for s in part), 5),
                 "divergence": round(fmean(s.divergence for s in part), 1),
                 "same_answers": sum(s.divergence == s.tokens for s in part),
             }
         )
     return {"memory": round(fmean(s.memory for s in scores), 4), "cells": cells}
+
+
+def _over_prompts(scores: list[Score]) -> list[float] | None:
+    """95 % of the KL, by drawing whole prompts."""
+    if len(scores) < 2:
+        return None
+    return middle_95(draws({score.case: [score.kl] * score.tokens for score in scores}))

@@ -1,15 +1,19 @@
 """Needle in a haystack: a fact in a long text, asked for at the end.
 
 Three kinds of needle, kept apart: a 7-digit number, a single word, and ``long``: the number's key
-and the number in two sentences, further apart than a pooling kernel of 31 tokens is wide. Two
-columns: ``aware``, where the policy acts on the whole prompt, and ``agnostic``, where it folds
+and the number in two sentences, further apart than a pooling kernel of 31 tokens is wide. Three
+more have four numbers in one text: ``multikey`` (four keys, one asked for), ``multivalue`` (one
+key) and ``multiquery`` (four keys, all asked for). The depth is that of the first; the others lie
+anywhere, and a hit is all that was asked for.
+
+Two columns: ``aware``, where the policy acts on the whole prompt, and ``agnostic``, where it folds
 before the question (``fold_at``) and cannot know what will be asked.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -19,6 +23,10 @@ from sglang_kv.benchmarks.prompts import Chat, Haystack, build
 from sglang_kv.benchmarks.server import generate_body
 
 KINDS = ("number", "word", "long")
+MULTIPLE = ("multikey", "multivalue", "multiquery")
+ALL_KINDS = KINDS + MULTIPLE
+#: Needles in a text of one of `MULTIPLE`.
+FOUR = 4
 COLUMNS = ("aware", "agnostic")
 
 INTRO = (
@@ -33,6 +41,14 @@ LONG_NEEDLE = (
 )
 QUESTION = "What is the special magic {noun} for {key} mentioned in the provided text?"
 ANSWER_PREFIX = "The special magic {noun} for {key} mentioned in the provided text is"
+SEVERAL_INTRO = (
+    "Some special magic {noun}s are hidden within the following text. Make sure to memorize it. "
+    "I will quiz you about the {noun}s afterwards."
+)
+SEVERAL_QUESTION = (
+    "What are all the special magic {noun}s for {key} mentioned in the provided text?"
+)
+SEVERAL_PREFIX = "The special magic {noun}s for {key} mentioned in the provided text are"
 
 # Common words: one token each in most vocabularies, quoted or not.
 KEYS, WORDS = (
@@ -64,10 +80,15 @@ class Case:
     prompt_ids: list[int]
     fold_at: int
     max_new_tokens: int
-    value: str
+    values: tuple[str, ...]
     kind: str
     length: int
     depth: float
+
+    @property
+    def value(self) -> str:
+        """The first, and for most kinds the only one."""
+        return self.values[0]
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -103,27 +124,57 @@ def make_cases(
         name = f"{kind}-{length}-{depth:g}-{sample}-seed{seed}"
         rng = random.Random(name)
         noun = "word" if kind == "word" else "number"
-        value = rng.choice(words) if kind == "word" else str(rng.randrange(10**6, 10**7))
-        fill = {"noun": noun, "key": rng.choice(keys)}
+        if kind in MULTIPLE:
+            asked, values, needles = _several(rng, kind, keys)
+        else:
+            value = rng.choice(words) if kind == "word" else str(rng.randrange(10**6, 10**7))
+            asked, values = rng.choice(keys), [value]
+            pattern = LONG_NEEDLE if kind == "long" else NEEDLE
+            needles = [pattern.format(noun=noun, key=asked, value=value)]
+        fill = {"noun": noun, "key": asked}
+        many = len(values) > 1
+        intro = SEVERAL_INTRO if len(needles) > 1 else INTRO
+        prefix = SEVERAL_PREFIX if many else ANSWER_PREFIX
         prompt = build(
             chat,
             haystack,
             rng,
             length,
-            QUESTION.format(**fill),
-            intro=INTRO.format(**fill),
-            needle=(LONG_NEEDLE if kind == "long" else NEEDLE).format(**fill, value=value),
+            (SEVERAL_QUESTION if many else QUESTION).format(**fill),
+            intro=intro.format(**fill),
+            needle=needles[0],
             depth=depth,
-            answer_prefix=ANSWER_PREFIX.format(**fill) if answer_prefix else "",
+            others=[(other, rng.random()) for other in needles[1:]],
+            answer_prefix=prefix.format(**fill) if answer_prefix else "",
         )
-        ids, at = prompt.ids, prompt.question_at
-        cases.append(Case(name, ids, at, max_new_tokens, value, kind, length, depth))
+        tokens = max_new_tokens * len(values)
+        cases.append(
+            Case(
+                *(name, prompt.ids, prompt.question_at, tokens, tuple(values)),
+                *(kind, length, depth),
+            )
+        )
     return cases
 
 
-def hit(value: str, answer: str) -> bool:
-    """RULER's metric: the value stands in the answer, in either case."""
-    return value.lower() in answer.lower()
+def _several(rng: random.Random, kind: str, keys: list[str]) -> tuple[str, list[str], list[str]]:
+    """What is asked for, the values that answer it, and `FOUR` needles, an asked-for one first."""
+    chosen = rng.sample(keys, FOUR)
+    if kind == "multivalue":
+        chosen = chosen[:1] * FOUR
+    values = [str(number) for number in rng.sample(range(10**6, 10**7), FOUR)]
+    pairs = zip(chosen, values, strict=True)
+    needles = [NEEDLE.format(noun="number", key=key, value=value) for key, value in pairs]
+    if kind == "multikey":
+        return chosen[0], values[:1], needles
+    if kind == "multivalue":
+        return chosen[0], values, needles
+    return ", ".join(chosen[:-1]) + f" and {chosen[-1]}", values, needles
+
+
+def hit(values: Sequence[str], answer: str) -> bool:
+    """Every value stands in the answer, in either case: RULER's metric, all or nothing."""
+    return all(value.lower() in answer.lower() for value in values)
 
 
 @dataclass(frozen=True)
@@ -150,7 +201,7 @@ def run(
             got = ask(f"needle {arm.name} {column} {case.id}", body, lambda raw: {})
             answer = chat.decode(got["output_ids"])
             found.append(
-                (arm.name, Answer(case.id, column, hit(case.value, answer), got["memory"]))
+                (arm.name, Answer(case.id, column, hit(case.values, answer), got["memory"]))
             )
         return found
 
@@ -166,7 +217,7 @@ def score_answers(
     chat: Chat, cases: list[Case], lines: Iterable[dict[str, Any]], column: str = "aware"
 ) -> list[Answer]:
     """Answers of an outside engine, ``{id, output_ids}`` each (``column`` if not aware)."""
-    values = {case.id: case.value for case in cases}
+    values = {case.id: case.values for case in cases}
     answers = []
     for line in lines:
         if line["id"] not in values:

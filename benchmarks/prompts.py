@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
+
+from sglang_kv.benchmarks.grammar import grammar_text
 
 STORY = Path(__file__).resolve().parent.parent / "scripts" / "demo" / "red_headed_league.txt"
 
@@ -25,8 +27,18 @@ _LAST = re.compile(r"""[.!?]["')]*$""")
 
 
 def load_text(path: Path | None = None) -> str:
-    """A text file, by default the public-domain story of the demo."""
+    """A text file; by default the public-domain story of the demo, or, where the package is
+    installed without it, a text of the seeded grammar."""
+    if path is None and not STORY.exists():
+        return grammar_text()
     return (path or STORY).read_text(encoding="utf-8")
+
+
+def text_name(path: Path | None = None) -> str:
+    """What results call the text that `load_text` gives."""
+    if path is None and not STORY.exists():
+        return "grammar"
+    return (path or STORY).name
 
 
 def paragraphs(text: str) -> list[list[str]]:
@@ -135,21 +147,31 @@ def build(
     intro: str = "",
     needle: str = "",
     depth: float = 0.0,
+    others: Sequence[tuple[str, float]] = (),
     answer_prefix: str = "",
 ) -> Prompt:
     """A prompt of exactly ``length`` tokens: intro, text with the needle, question.
 
-    The needle follows the sentence end that is nearest to ``depth`` (0 to 1) of the text.
+    The needle follows the sentence end that is nearest to ``depth`` (0 to 1) of the text; so do
+    ``others``, each at a depth of its own, and before it where they share a place.
     """
     before = chat.head + (chat.encode(intro + "\n\n") if intro else [])
-    fact = chat.encode(" " + needle) if needle else []
+    facts = [(chat.encode(" " + fact), share) for fact, share in others]
+    facts.append((chat.encode(" " + needle) if needle else [], depth))
     gap = chat.encode("\n\n")
     after = chat.encode(question) + chat.tail
     after += chat.encode(answer_prefix) if answer_prefix else []
-    room = length - len(before) - len(fact) - len(gap) - len(after)
+    room = length - len(before) - sum(len(fact) for fact, _ in facts) - len(gap) - len(after)
     if room < 1:
         raise ValueError(f"a prompt of {length} tokens leaves no room for text; {1 - room} more do")
     text = haystack.cut(rng, room)
-    at = text.nearest_end(depth)
-    front = before + text.ids[:at] + fact + text.ids[at:] + gap
-    return Prompt(front + after, len(front), len(before) + at if needle else -1)
+    placed = sorted(((text.nearest_end(share), i) for i, (_, share) in enumerate(facts)))
+    ids, done, needle_at = list(before), 0, -1
+    for at, i in placed:
+        ids += text.ids[done:at]
+        if i == len(others):
+            needle_at = len(ids)
+        ids += facts[i][0]
+        done = at
+    front = ids + text.ids[done:] + gap
+    return Prompt(front + after, len(front), needle_at if needle else -1)

@@ -1,5 +1,6 @@
-"""The tables of README and docs, from ``results/*.jsonl`` and the registry; ``--write`` puts them
-there.
+"""The tables and plots of README and docs, from ``results/*.jsonl`` and the registry.
+
+``--write`` puts the tables there, ``--plots`` draws ``docs/figures``.
 
 Each table shows the newest line of each arm, so a figure in them is always one that a benchmark
 has recorded. ``tests/test_readme.py`` fails when the two differ.
@@ -8,7 +9,6 @@ has recorded. ``tests/test_readme.py`` fails when the two differ.
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import shlex
 from collections.abc import Callable
@@ -17,29 +17,17 @@ from pathlib import Path
 from typing import Any
 
 from sglang_kv import cli
+from sglang_kv.benchmarks import choosing, claims, plots
+from sglang_kv.benchmarks.figures import figures
+from sglang_kv.benchmarks.records import needle_cells, newest
 from sglang_kv.planner import command
 
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parent
-
+ROOT = Path(__file__).resolve().parent.parent
+#: Where the plots are, beside the documents that show them.
+FIGURES = Path("docs", "figures")
 
 #: Hits of the full cache from which a needle figure decides anything.
 ENOUGH = 150
-
-
-def lines(name: str) -> list[dict[str, Any]]:
-    """What a benchmark has recorded."""
-    path = HERE / "results" / f"{name}.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
-def newest(name: str, **fields: Any) -> dict[str, dict[str, Any]]:
-    """The newest line of each arm of a benchmark, in the order the arms first appeared.
-
-    Of lines with these ``fields`` only.
-    """
-    found = [row for row in lines(name) if fields.items() <= row.items()]
-    return {row["arm"]: row for row in found}
 
 
 #: Arms of the headline as the speed benchmark calls them: what the reader sees, and the needle arm.
@@ -81,20 +69,6 @@ def headline() -> str:
         "[docs/METHODS.md](docs/METHODS.md#what-it-costs-in-quality).",
     ]
     return "\n".join(table)
-
-
-def needle_cells() -> dict[str, dict[tuple[str, str], dict[str, Any]]]:
-    """Of each arm, by kind and column: its cell with the most cases; ``memory`` beside it."""
-    arms: dict[str, dict[tuple[str, str], dict[str, Any]]] = {}
-    for row in lines("quality"):
-        if row["suite"] != "needle":
-            continue
-        cells = arms.setdefault(row["arm"], {})
-        for cell in row["summary"]:
-            at = (cell["kind"], cell["column"])
-            if at not in cells or cell["n"] >= cells[at]["n"]:
-                cells[at] = {**cell, "memory": row["memory"], "seed": row["seed"]}
-    return arms
 
 
 def _found(
@@ -212,6 +186,12 @@ def pressure() -> str:
     return "\n".join(table)
 
 
+def pictures(folder: str, *names: str) -> str:
+    """The plots, or those of these names, as a document that lies beside ``folder`` shows them."""
+    shown = [f for f in figures() if not names or f.name in names]
+    return "\n".join(f"![{f.title}]({folder}/{f.name}.svg)" for f in shown)
+
+
 def methods() -> str:
     return cli.method_table()
 
@@ -227,6 +207,11 @@ def plan(*argv: str) -> str:
 
 SECTIONS: dict[str, Callable[[], str]] = {
     "headline": headline,
+    "plot": partial(pictures, FIGURES.as_posix(), "quality-memory"),
+    "plots": partial(pictures, FIGURES.name),
+    "traffic": choosing.traffic,
+    "claims": claims.table,
+    "questions": choosing.questions,
     "methods": methods,
     "parameters": cli.parameter_tables,
     "presets": cli.preset_table,
@@ -256,7 +241,8 @@ SECTIONS: dict[str, Callable[[], str]] = {
 }
 #: Where each section stands.
 DOCUMENTS = {
-    "README.md": ("headline", "methods"),
+    "README.md": ("headline", "plot", "methods"),
+    "docs/CHOOSING.md": ("traffic", "claims", "plots", "questions"),
     "docs/METHODS.md": ("methods", "parameters", "presets", "decided", "room", "pressure"),
     "docs/QUALITY.md": ("decided", "needles", "fidelity", "perplexity"),
     "docs/PLANNER.md": (
@@ -276,10 +262,15 @@ def render(text: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--write", action="store_true")
+    parser.add_argument("--write", action="store_true", help="the documents' tables")
+    parser.add_argument("--plots", action="store_true", help="the plots, too (needs matplotlib)")
     args = parser.parse_args()
+    if args.plots:
+        for path in plots.draw(ROOT / FIGURES):
+            print(path.relative_to(ROOT))
     if not args.write:
-        print(headline())
+        if not args.plots:
+            print(headline())
         return
     for name in DOCUMENTS:
         path = ROOT / name

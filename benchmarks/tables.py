@@ -27,6 +27,7 @@ def table(rows: Iterable[Row]) -> str:
         "needle": needle_tables,
         "fidelity": fidelity_tables,
         "perplexity": perplexity_tables,
+        **dict.fromkeys(("ruler", "standins", "longbench"), graded_tables),
     }
     parts = []
     for arms in sections.values():
@@ -108,6 +109,39 @@ def perplexity_tables(rows: list[Row]) -> list[str]:
             at = {c["from"]: f"{c['ppl']:.2f}" for c in row["cells"] if c["length"] == length}
             lines.append(f"{_arm(row)} {' | '.join(at.get(start, '-') for start in starts)} |")
     return [*lines, ""]
+
+
+def graded_tables(rows: list[Row]) -> list[str]:
+    """Grades in percent by length, their averages over able tasks first."""
+    lines = []
+    lengths = sorted({cell["length"] for row in rows for cell in row["cells"]})
+    for length in lengths:
+        lines += [
+            f"{length} tokens. A task marked x, where the full cache has less than "
+            f"{100 * rows[0]['able_from']:.0f} %, is not in the averages.",
+            "",
+            f"{ARM} question | task | n (texts) | grade | 95 % | full cache | difference | 95 % |",
+            "|---" * 10 + "|",
+        ]
+        for row in rows:
+            for cell in (c for c in row["summary"] if c["length"] == length):
+                score = "-" if cell["score"] is None else f"**{100 * cell['score']:.1f}**"
+                full = "-" if cell["full_score"] is None else f"{100 * cell['full_score']:.1f}"
+                lines.append(
+                    f"{_arm(row)} {_column(row, cell)} | average of {len(cell['tasks'])} | "
+                    f"{cell['n']} | {score} | {_interval(cell['interval'])} | {full} | | |"
+                )
+        for row in rows:
+            for cell in (c for c in row["cells"] if c["length"] == length):
+                lines.append(
+                    f"{_arm(row)} {_column(row, cell)} | {cell['task']}"
+                    f"{'' if cell['able'] else ' x'} | {cell['n']} ({cell['contexts']}) | "
+                    f"{100 * cell['score']:.1f} | {_interval(cell['interval'])} | "
+                    f"{100 * cell['full_score']:.1f} | {100 * cell['difference']:+.1f} | "
+                    f"{_interval(cell['difference_interval'])} |"
+                )
+        lines.append("")
+    return lines
 
 
 def heat_maps(rows: Iterable[Row], folder: Path) -> list[Path]:

@@ -1,4 +1,4 @@
-"""``sglang-kv``: methods and their parameters, calibration of head gates; starts no server."""
+"""``sglang-kv``: methods and their parameters, calibration of head gates, plans, benchmarks."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import sglang_kv
+from sglang_kv.benchmarks import quality
 from sglang_kv.calibration.command import add_commands
 from sglang_kv.compression.base import methods
 from sglang_kv.planner import command
@@ -92,6 +93,7 @@ def main(argv: list[str] | None = None) -> None:
     methods_parser.set_defaults(run=print_methods)
     add_commands(commands)
     command.add_parser(commands)
+    quality.add_parser(commands)
     args = parser.parse_args(argv)
     if status := args.run(args):
         raise SystemExit(status)

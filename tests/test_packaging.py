@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import sysconfig
@@ -137,6 +138,27 @@ def test_an_installed_wheel_calibrates(
     )
     assert run_python(code, python=installed).splitlines()[-2:] == ["True", "g.json"]
     assert '"method": "training-free"' in (tmp_path / "g.json").read_text()
+
+
+def test_an_installed_wheel_makes_quality_prompts(
+    installed: str, run_python: Callable[..., str], tmp_path: Path
+) -> None:
+    """Without the demo's text: the haystack comes out of the grammar."""
+    code = (
+        "import json, pathlib, sys\n"
+        f"sys.path.insert(0, {str(ROOT / 'tests/support')!r})\n"
+        "from tiny_model import tiny_tokenizer\n"
+        "from sglang_kv import cli\n"
+        "from sglang_kv.benchmarks import prompts, quality_options\n"
+        "tiny_tokenizer().save_pretrained('tiny')\n"
+        "cli.main(['quality', '--model', 'tiny', '--suite', 'ruler', '--lengths', '4000',\n"
+        "          '--samples', '1', '--dump-cases', 'cases.jsonl'])\n"
+        "print(prompts.text_name(), quality_options.default_results())\n"
+    )
+    assert run_python(code, python=installed).splitlines()[-1] == "grammar quality.jsonl"
+    cases = [json.loads(line) for line in (tmp_path / "cases.jsonl").read_text().splitlines()]
+    assert len(cases) == 13
+    assert all(3000 < len(case["prompt_ids"]) < 4000 for case in cases if case["task"] != "qa_2")
 
 
 def test_an_editable_install_brings_the_stand_in_too(tmp_path: Path) -> None:

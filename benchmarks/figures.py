@@ -1,0 +1,173 @@
+"""The series behind the plots, from the recorded lines; no drawing."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+from sglang_kv.benchmarks.records import lines, needle_cells, newest
+
+#: (x, y, low, high); low and high are None where there is no interval.
+Point = tuple[float | str, float, float | None, float | None]
+
+
+@dataclass(frozen=True)
+class Series:
+    """One line, set of bars or set of points."""
+
+    label: str
+    points: tuple[Point, ...]
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A plot. ``kind``: ``points`` (each labelled), ``lines`` or ``bars``."""
+
+    name: str
+    title: str
+    x: str
+    y: str
+    kind: str
+    series: tuple[Series, ...]
+    note: str = ""
+
+    @property
+    def digest(self) -> str:
+        """Of everything that is drawn: a file that carries another one is out of date."""
+        text = json.dumps(asdict(self), sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def quality_against_memory() -> Figure | None:
+    """Needles kept against memory kept, one point per arm with the question seen."""
+    points = []
+    for arm, cells in needle_cells().items():
+        cell = cells.get(("number", "aware"))
+        if cell is None or not cell["full_hits"] or cell["memory"] is None:
+            continue
+        low, high = cell["kept_interval"]
+        share = cell["kept"] / cell["full_hits"]
+        points.append(
+            Series(f"{arm} (n={cell['full_hits']})", ((cell["memory"], share, low, high),))
+        )
+    if not points:
+        return None
+    return Figure(
+        "quality-memory",
+        f"7-digit needles against memory ({_of('needle')}, question seen)",
+        "share of the KV memory kept",
+        "needles kept, of the full cache's",
+        "points",
+        tuple(points),
+        "bars: 95 %; filled: no other arm keeps more with less",
+    )
+
+
+def agreement_against_memory() -> Figure | None:
+    """Next-token agreement against memory kept, over all lengths."""
+    points = []
+    for arm, row in newest("quality", suite="fidelity").items():
+        cells = [cell for cell in row["cells"] if cell["column"] == "aware"]
+        agreed, tokens = (sum(cell[key] for cell in cells) for key in ("agreed", "tokens"))
+        point = (row["memory"], agreed / tokens, None, None)
+        points.append(Series(f"{arm} (n={tokens})", (point,)))
+    if not points:
+        return None
+    return Figure(
+        "agreement-memory",
+        f"Same next token as the full cache, against memory ({_of('fidelity')})",
+        "share of the KV memory kept",
+        "same next token",
+        "points",
+        tuple(points),
+        "filled: no other arm agrees more with less",
+    )
+
+
+def throughput_against_context() -> Figure | None:
+    """Decode speed by context, of arms measured at two contexts or more."""
+    at: dict[str, dict[int, float]] = {}
+    for row in lines("decode_speed"):
+        at.setdefault(row["arm"], {})[row["context"]] = row["decode_tok_s"]
+    series = [
+        Series(arm, tuple((n, speeds[n], None, None) for n in sorted(speeds)))
+        for arm, speeds in at.items()
+        if len(speeds) > 1
+    ]
+    if not series:
+        return None
+    title = "Decode throughput against context (the demo model, one CPU server)"
+    name, y = "throughput-context", "output tokens per second"
+    return Figure(name, title, "prompt tokens", y, "lines", tuple(series))
+
+
+def requests_that_fit() -> Figure | None:
+    """Requests at once in one pool, measured beside the arithmetic."""
+    rows = [row for row in newest("concurrency").values() if "new_tokens" in row]
+    if not rows:
+        return None
+    measured = tuple((row["arm"], float(row["running_at_once"]), None, None) for row in rows)
+    planned = tuple((row["arm"], float(row["predicted"]), None, None) for row in rows)
+    first = rows[0]
+    return Figure(
+        "requests-that-fit",
+        f"Requests at once, prompts of {first['context']:,} tokens in memory for "
+        f"{first['pool_tokens']:,}",
+        "",
+        "requests running at once",
+        "bars",
+        (Series("measured", measured), Series("by the arithmetic", planned)),
+    )
+
+
+def perplexity_against_position() -> Figure | None:
+    """Perplexity beside the full cache's on the same tokens, by position in the longest text."""
+    rows = newest("quality", suite="perplexity")
+    if not rows:
+        return None
+    longest = max(cell["length"] for row in rows.values() for cell in row["cells"])
+    series = []
+    for arm, row in rows.items():
+        cells = [cell for cell in row["cells"] if cell["length"] == longest]
+        found = tuple((float(c["from"]), c["ratio"], *c["ratio_interval"]) for c in cells)
+        if found and arm != "none":
+            series.append(Series(arm, found))
+    return Figure(
+        "perplexity-position",
+        f"Perplexity beside the full cache's ({_of('perplexity', longest)})",
+        "position",
+        "perplexity / full cache's",
+        "lines",
+        tuple(series),
+        "methods that act once begin at their fold, half the text",
+    )
+
+
+def _of(suite: str, only: int | None = None) -> str:
+    """The models and lengths of a suite's lines."""
+    rows = [row for row in lines("quality") if row["suite"] == suite]
+    models = sorted({row["model"] for row in rows})
+    lengths = sorted({n for row in rows for n in row["settings"]["lengths"]})
+    shown = [only] if only else lengths
+    return f"{', '.join(models)}, {', '.join(f'{n:,}' for n in shown)} tokens"
+
+
+MAKERS: tuple[Callable[[], Figure | None], ...] = (
+    quality_against_memory,
+    agreement_against_memory,
+    throughput_against_context,
+    requests_that_fit,
+    perplexity_against_position,
+)
+
+
+def figures() -> list[Figure]:
+    """Those that there are lines for."""
+    return [figure for make in MAKERS if (figure := make()) is not None]
+
+
+def best(points: list[tuple[float, float]]) -> list[bool]:
+    """Which points no other one beats: at least as much y for at most as much x (Pareto)."""
+    return [not any((a, b) != (x, y) and a <= x and b >= y for a, b in points) for x, y in points]
