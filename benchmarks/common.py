@@ -6,6 +6,7 @@ import datetime
 import json
 import math
 import platform
+import shutil
 import subprocess
 import time
 from importlib.metadata import version
@@ -35,6 +36,7 @@ def environment() -> dict[str, Any]:
         "versions": {name: version(name) for name in ("sglang", "sglang-kv", "torch")},
         "cpu": _cpu_model(),
         "cores": len(_affinity()),
+        "gpu": _gpu_model(),
         "python": platform.python_version(),
     }
 
@@ -81,6 +83,23 @@ def record(
     if show:
         print(line, flush=True)
     return full
+
+
+def results_file(name: str) -> Path:
+    """Where a benchmark's lines go: into the checkout, else into the folder it is run in.
+
+    An installed package is no place for them.
+    """
+    in_checkout = (RESULTS.parent.parent / "pyproject.toml").exists()
+    return (RESULTS if in_checkout else Path.cwd()) / f"{name}.jsonl"
+
+
+def _gpu_model() -> str | None:
+    if shutil.which("nvidia-smi") is None:
+        return None
+    query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    names = subprocess.run(query, capture_output=True, text=True).stdout.split("\n")
+    return names[0].strip() or None
 
 
 def _affinity() -> set[int]:

@@ -48,12 +48,16 @@ def run_batch(
     return times, start
 
 
+def random_prompts(batch: int, context: int, seed: int) -> list[list[int]]:
+    """Prompts of equal length with nothing in common, [batch, context] token ids."""
+    rng = random.Random(seed)
+    return [[rng.randrange(100, 40000) for _ in range(context)] for _ in range(batch)]
+
+
 def measure(
     server: Server, batch: int, context: int, steps: int, policy: dict[str, Any] | None, seed: int
 ) -> dict[str, float]:
-    rng = random.Random(seed)
-    prompts = [[rng.randrange(100, 40000) for _ in range(context)] for _ in range(batch)]
-    times, start = run_batch(server, prompts, policy, steps)
+    times, start = run_batch(server, random_prompts(batch, context, seed), policy, steps)
     together = max(t[0] for t in times)  # the last prompt is done: all decode from here on
     end = min(t[-1] for t in times)
     inside = [[x for x in t if together <= x <= end] for t in times]

@@ -42,13 +42,14 @@ class HTTPError(Exception):
 
 
 class Server:
-    """An SGLang server on this machine's CPU, in a process group of its own.
+    """An SGLang server on this machine, in a process group of its own.
 
     Args:
         model: path or name.
         args: flags of ``sglang serve``.
         env: extra environment.
         entry: how to start it, ``sglang serve`` or ``launch_server``.
+        device: ``--device``.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class Server:
         env: dict[str, str] | None = None,
         entry: str = "serve",
         start_timeout_s: float = 180,
+        device: str = "cpu",
     ):
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
@@ -66,15 +68,16 @@ class Server:
             "serve": [str(Path(sys.executable).with_name("sglang")), "serve"],
             "launch_server": [sys.executable, "-m", "sglang.launch_server"],
         }[entry]
-        self.command = [*head, "--model-path", str(model), "--device", "cpu"]
+        self.command = [*head, "--model-path", str(model), "--device", device]
         self.command += ["--host", "127.0.0.1", "--port", str(self.port), *args]
+        on_cpu = {"SGLANG_USE_CPU_ENGINE": "1"} if device == "cpu" else {}
         self._process = subprocess.Popen(
             self.command,
             stdout=self._log,
             stderr=subprocess.STDOUT,
             # Far from any checkout: what runs is what is installed.
             cwd=tempfile.gettempdir(),
-            env={**os.environ, "SGLANG_USE_CPU_ENGINE": "1", **(env or {})},
+            env={**os.environ, **on_cpu, **(env or {})},
             start_new_session=True,
             preexec_fn=_die_with_parent,
         )

@@ -8,6 +8,7 @@ import json
 import re
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from typing import Any, NoReturn
 
 import sglang_kv
@@ -16,6 +17,12 @@ from sglang_kv.calibration.command import add_commands
 from sglang_kv.compression.base import methods
 from sglang_kv.planner import command
 from sglang_kv.presets import PRESETS
+
+#: Commands with arguments of their own, and what they are for. Imported when they are run: they
+#: bring SGLang.
+BENCHMARKS = {
+    "bench": ("throughput", "requests per second, latencies and memory of every method"),
+}
 
 
 class Parser(argparse.ArgumentParser):
@@ -86,11 +93,18 @@ def _link(url: str) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
+    argv = sys.argv[1:] if argv is None else argv
+    if argv and argv[0] in BENCHMARKS:
+        module, _ = BENCHMARKS[argv[0]]
+        import_module(f"sglang_kv.benchmarks.{module}").main(argv[1:])
+        return
     parser = Parser(prog="sglang-kv", description=__doc__)
     parser.add_argument("--version", action="version", version=sglang_kv.__version__)
     commands = parser.add_subparsers(dest="command", required=True)
     methods_parser = commands.add_parser("methods", help="the methods and their parameters")
     methods_parser.set_defaults(run=print_methods)
+    for name, (_, purpose) in BENCHMARKS.items():
+        commands.add_parser(name, help=purpose)
     add_commands(commands)
     command.add_parser(commands)
     quality.add_parser(commands)

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from fake_sglang import fake_sglang
 
 ROOT = Path(__file__).resolve().parent.parent
 PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet")
@@ -159,6 +160,35 @@ def test_an_installed_wheel_makes_quality_prompts(
     cases = [json.loads(line) for line in (tmp_path / "cases.jsonl").read_text().splitlines()]
     assert len(cases) == 13
     assert all(3000 < len(case["prompt_ids"]) < 4000 for case in cases if case["task"] != "qa_2")
+
+
+def test_an_installed_wheel_benches(
+    installed: str, run_python: Callable[..., str], demo_model: Path, tmp_path: Path
+) -> None:
+    """All but SGLang's load generator, whose import takes too long for one test."""
+    with fake_sglang(str(demo_model)) as fake:
+        options = ["bench", "--base-url", fake.url, "--arms", "streamingllm 1/4"]
+        options += ["--workload", "document:requests=3,context=128,output=4"]
+        code = (
+            f"import sys; sys.path.insert(0, {str(ROOT / 'tests/support')!r})\n"
+            "import fake_load\n"
+            "from sglang_kv import cli\n"
+            "fake_load.install()\n"
+            f"for _ in range(2): cli.main({options})\n"
+        )
+        table = run_python(code, python=installed)
+        policies = [body["sampling_params"]["custom_params"] for body in fake.bodies("/generate")]
+    (line,) = map(json.loads, (tmp_path / "throughput.jsonl").read_text().splitlines())
+    assert line["proved"]["requests"] == line["completed"] == 3
+    assert policies == [{"kv_compression": {"method": "streamingllm", "budget": 32}}] * 6
+    assert table.count("| streamingllm 1/4 | 1.000 |") == 2
+
+
+def test_an_installed_wheel_has_the_quality_suites(
+    installed: str, run_python: Callable[..., str]
+) -> None:
+    code = "from sglang_kv import cli; cli.main(['quality', '--help'])"
+    assert "--depths" in run_python(code, python=installed)
 
 
 def test_an_editable_install_brings_the_stand_in_too(tmp_path: Path) -> None:

@@ -1,0 +1,52 @@
+"""Engines with environments of their own: making one, and running a job in it."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+RUNNERS = {"kvpress": "peers_kvpress.py", "llama.cpp": "peers_llamacpp.py"}
+PACKAGES = {
+    "kvpress": ("kvpress==0.5.5",),
+    # Compiled for this machine's CPU, as SGLang's kernels here are.
+    "llama.cpp": ("llama-cpp-python==0.3.36", "--no-binary=llama-cpp-python"),
+}
+NATIVE = {"CMAKE_ARGS": "-DGGML_NATIVE=ON"}
+
+
+def python_of(folder: Path) -> Path:
+    return folder / "bin" / "python"
+
+
+def install(engine: str, folder: Path) -> None:
+    """An environment with the engine in it, made if it is not there."""
+    if python_of(folder).exists():
+        return
+    subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+    pip = [str(python_of(folder)), "-m", "pip", "install", *PACKAGES[engine]]
+    subprocess.run(pip, check=True, env={**os.environ, **NATIVE}, stdout=sys.stderr)
+
+
+def outside(args: argparse.Namespace, engine: str, job: dict[str, Any]) -> dict[str, Any]:
+    """What an engine's runner makes of a job; kept in --work, for a run that is stopped."""
+    text = json.dumps(job, sort_keys=True)
+    name = hashlib.sha256((engine + text).encode()).hexdigest()[:16]
+    asked, result = (args.work / f"{name}.{kind}.json" for kind in ("job", "result"))
+    args.work.mkdir(parents=True, exist_ok=True)
+    if args.again or not result.exists():
+        asked.write_text(text)
+        runner = HERE / RUNNERS[engine]
+        # Not this process's packages: PYTHONPATH would put them before the environment's own.
+        env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+        env |= {"OMP_NUM_THREADS": str(args.threads), "TQDM_DISABLE": "1"}
+        command = [str(python_of(args.folders[engine])), str(runner), str(asked), str(result)]
+        subprocess.run(command, check=True, env=env, stdout=sys.stderr)
+    found: dict[str, Any] = json.loads(result.read_text())
+    return found
