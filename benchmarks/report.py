@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_kv import cli
-from sglang_kv.benchmarks import choosing, claims, plots
+from sglang_kv.benchmarks import choosing, claims, decode_cost, plots
 from sglang_kv.benchmarks.figures import figures
 from sglang_kv.benchmarks.records import needle_cells, newest
 from sglang_kv.planner import command
@@ -238,6 +238,10 @@ SECTIONS: dict[str, Callable[[], str]] = {
         plan,
         *("llama-3.1-8b", "--context", "2k,16k,128k", "--device", "h100", "--show", "paging"),
     ),
+    "kernels-decode": decode_cost.table,
+    "kernels-eight": partial(decode_cost.table, batch=8, tokens=32768),
+    "kernels-splits": decode_cost.splits_table,
+    "kernels-pages": decode_cost.pages_table,
 }
 #: Where each section stands.
 DOCUMENTS = {
@@ -249,6 +253,7 @@ DOCUMENTS = {
         *("plan-example", "plan-models", "plan-methods"),
         *("plan-outgrow", "plan-attention", "plan-paging"),
     ),
+    "docs/KERNELS.md": ("kernels-decode", "kernels-eight", "kernels-splits", "kernels-pages"),
 }
 
 

@@ -49,7 +49,7 @@ class Server:
         args: flags of ``sglang serve``.
         env: extra environment.
         entry: how to start it, ``sglang serve`` or ``launch_server``.
-        device: ``--device``.
+        device: "cpu" or "cuda".
     """
 
     def __init__(

@@ -9,6 +9,7 @@ import torch
 
 from sglang_kv.compression import FoldPlan, WindowPlan
 from sglang_kv.compression.plan import Counts, Mask
+from sglang_kv.kernel_paths import upload
 from sglang_kv.pool import Pages
 from sglang_kv.request import RequestState
 from sglang_kv.streams import GAP, KV_LEN, NUM_SINKS, WINDOW_LEFT
@@ -60,6 +61,7 @@ class Dropper:
         state.taken_pages -= self.ledger.pool.release(pages[:, sinks : sinks + drop].reshape(-1))
         pages[:, sinks : end - drop] = pages[:, sinks + drop :].copy()
         table[windowed, :end] = pages
+        self.ledger.streams.touch(state.slot, sinks, end)
         desc[windowed, GAP] += drop * size
         desc[windowed, KV_LEN] -= drop * size
         state.counts[windowed] -= drop
@@ -85,8 +87,10 @@ class Dropper:
         sinks = state.plan.window.sink_pages(self.ledger.page_size)
         pages = table[:, :, sinks:end]
         self._own(state, pages)
+        self.ledger.streams.touch(state.slot, sinks, end)
+        memory = self.ledger.folder.memory
         ids = torch.from_numpy(pages.reshape(len(pages), -1).astype(np.int64))
-        self.ledger.rotary.turn_keys(self.ledger.folder.memory, ids, distance)
+        self.ledger.rotary.turn_keys(memory, upload(ids, memory.device), distance)
         desc[:, :, GAP] = 0
         state.offset += distance
         self.ledger.streams.offset[state.slot] = state.offset
@@ -103,8 +107,8 @@ class Dropper:
         theirs = pages[shared]
         own = self.ledger.take(state, len(theirs))
         memory = self.ledger.folder.memory
-        copied = memory[torch.from_numpy(theirs.astype(np.int64))]
-        memory[torch.from_numpy(own.astype(np.int64))] = copied
+        source, target = (torch.from_numpy(ids.astype(np.int64)) for ids in (theirs, own))
+        memory[upload(target, memory.device)] = memory[upload(source, memory.device)]
         pool.release(theirs)
         pages[shared] = own
 
@@ -151,6 +155,7 @@ class Dropper:
             self.ledger.pool.share(pages)
             self._leave_token_pages(state)
         table[np.arange(table.shape[2]) < counts[..., None]] = pages
+        self.ledger.streams.touch(state.slot, 0, int(counts.max()))
         state.counts = counts
 
     def _keep_tokens(self, state: RequestState, kept: Any, target: Counts) -> None:
@@ -171,6 +176,7 @@ class Dropper:
         if rest is None:
             self._leave_token_pages(state)
             table[new] = destination
+            self.ledger.streams.touch(state.slot, 0, int(counts.max()))
         else:
             state.taken_pages -= self.ledger.pool.release(rest)
         state.counts = counts

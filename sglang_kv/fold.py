@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from sglang_kv.compression import FoldPlan, Geometry
 from sglang_kv.compression.base import Candidates
 from sglang_kv.compression.plan import Counts, Mask
-from sglang_kv.kernels.transfer import gather
+from sglang_kv.kernel_paths import kernels_of, upload
 from sglang_kv.pool import Pages
 from sglang_kv.request import RequestState
 from sglang_kv.scores import ScoreTable
@@ -34,7 +36,7 @@ class KeptPositions(NamedTuple):
 
     def of(self, width: int) -> Tensor:
         """Positions of a stream's first ``width`` tokens."""
-        index = torch.arange(width)
+        index = torch.arange(width, device=self.values.device)
         later = self.num_tokens + index - self.lengths[..., None]
         kept = torch.nn.functional.pad(self.values, (0, width - self.values.shape[-1]))
         return torch.where(index < self.lengths[..., None], kept, later)
@@ -54,8 +56,12 @@ class Folder:
     def __init__(self, pages: Tensor, geometry: Geometry):
         self.memory = pages
         self.geometry = geometry
-        self.scores = ScoreTable(geometry.num_layers, geometry.num_kv_heads)
-        self.weights = torch.from_numpy(geometry.head_weights().astype(np.float32))
+        self.device = pages.device
+        #: On which SGLang runs its forwards; known with the first of them.
+        self.forward_stream: Any = None
+        self.gather_tokens = kernels_of(self.device.type).gather
+        self.scores = ScoreTable(geometry.num_layers, geometry.num_kv_heads, self.device)
+        self.weights = self._upload(geometry.head_weights().astype(np.float32))
 
     # -- scoring --
 
@@ -80,7 +86,8 @@ class Folder:
             return None
         self.scores.fit(longest)
         return ScorePass(
-            torch.tensor(first, dtype=torch.int32), torch.tensor(slots, dtype=torch.int32)
+            self._upload(np.array(first, dtype=np.int32)),
+            self._upload(np.array(slots, dtype=np.int32)),
         )
 
     # -- choosing --
@@ -93,29 +100,29 @@ class Folder:
         longest = int(lengths.max())
         self.scores.fit(longest)
         known: KeptPositions | None = state.positions
-        return plan.policy.choose(
-            Candidates(
-                scores=self.scores.values[state.score_slot, :, :, :longest],
-                lengths=torch.from_numpy(lengths),
-                kept=torch.from_numpy(np.ascontiguousarray(target)),
-                positions=None if known is None else known.of(longest),
-                num_tokens=state.length,
-                score_from=plan.score_from,
-                page_size=self.geometry.page_size,
-                weights=self.weights,
-            )
+        candidates = Candidates(
+            scores=self.scores.values[state.score_slot, :, :, :longest],
+            lengths=self._upload(lengths),
+            kept=self._upload(target),
+            positions=None if known is None else known.of(longest),
+            num_tokens=state.length,
+            score_from=plan.score_from,
+            page_size=self.geometry.page_size,
+            weights=self.weights,
         )
+        with self.device:  # what a policy makes is made where the scores are
+            return plan.policy.choose(candidates)
 
     def counts(self, kept: Tensor) -> Counts:
         """Tokens that each stream keeps; waits for the device."""
-        counts: Counts = kept.sum(-1).numpy()
+        counts: Counts = kept.sum(-1).cpu().numpy()
         return counts
 
     def pages(self, kept: Tensor) -> Mask:
         """Pages that hold a kept token; waits for the device. ``[layers, kv_heads, pages]``"""
         size = self.geometry.page_size
         padded = torch.nn.functional.pad(kept, (0, -kept.shape[-1] % size))
-        mask: Mask = padded.view(*kept.shape[:-1], -1, size).any(-1).numpy()
+        mask: Mask = padded.view(*kept.shape[:-1], -1, size).any(-1).cpu().numpy()
         return mask
 
     # -- moving --
@@ -130,18 +137,19 @@ class Folder:
         counts: Counts,
     ) -> None:
         """Copy the kept tokens of all streams, page lists end to end, to the front of others."""
-        gather(
+        self.gather_tokens(
             self.memory,
-            _indptr(source_counts),
-            torch.from_numpy(source.astype(np.int64)),
-            _indptr(target),
+            self._upload(_indptr(source_counts)),
+            self._upload(source.astype(np.int64)),
+            self._upload(_indptr(target)),
             kept.nonzero()[:, 2],
-            _indptr(counts),
-            torch.from_numpy(destination.astype(np.int64)),
+            self._upload(_indptr(counts)),
+            self._upload(destination.astype(np.int64)),
         )
 
     def carry(self, state: RequestState, kept: Tensor, target: Counts) -> None:
         """Scores and positions go where their tokens went; or are let go."""
+        kept = kept.to(self.device)
         if self.observer is not None:
             self.observer(state, kept)
         plan = state.plan
@@ -150,11 +158,12 @@ class Folder:
             self.forget(state)
             return
         width = kept.shape[-1]
-        lengths = torch.from_numpy(np.ascontiguousarray(target))
-        places = torch.arange(width) < lengths[..., None]
+        lengths = self._upload(target)
+        index = torch.arange(width, device=self.device)
+        places = index < lengths[..., None]
         known: KeptPositions | None = state.positions
-        positions = torch.arange(width).expand_as(kept) if known is None else known.of(width)
-        moved = torch.zeros(kept.shape, dtype=torch.int64)
+        positions = index.expand_as(kept) if known is None else known.of(width)
+        moved = torch.zeros(kept.shape, dtype=torch.int64, device=self.device)
         moved[places] = positions[kept]
         state.positions = KeptPositions(moved[..., : int(target.max())], lengths, state.length)
         self.scores.fit(width)  # tokens that nobody scored may have come since
@@ -173,6 +182,15 @@ class Folder:
     def clear(self) -> None:
         self.scores.clear()
 
+    def after_forwards(self) -> AbstractContextManager[Any]:
+        """What moves tokens happens behind the forwards already submitted, on their stream."""
+        if self.device.type != "cuda" or self.forward_stream is None:
+            return nullcontext()
+        return torch.cuda.stream(self.forward_stream)
 
-def _indptr(counts: Counts) -> Tensor:
-    return torch.from_numpy(np.concatenate([[0], np.cumsum(counts.reshape(-1))]))
+    def _upload(self, values: NDArray[Any]) -> Tensor:
+        return upload(torch.from_numpy(np.ascontiguousarray(values)), self.device)
+
+
+def _indptr(counts: Counts) -> NDArray[np.int64]:
+    return np.concatenate([[0], np.cumsum(counts.reshape(-1))])

@@ -213,12 +213,29 @@ def _run_batch(_result: Any, self: Any, batch: Any, *_args: Any, **_kwargs: Any)
     if current is None:
         return
     ledger = current.ledger
+    ledger.folder.forward_stream = self.forward_stream
     if batch.forward_mode.is_extend():
         ledger.after_prefill(batch.reqs)
     if ledger.take_freed():
         # Set when the last admission failed; SGLang clears it only when a request leaves.
         self.running_batch.batch_is_full = False
         batch.batch_is_full = False
+
+
+def _init_new(result: Any, _cls: type, batch: Any, *_args: Any, **_kwargs: Any) -> None:
+    """A batch's rows as the host knows them: the forward has them on the device only. A replayed
+    graph sees another object than this batch, and takes them from the runtime."""
+    rows = getattr(batch, "req_pool_indices_cpu", None)
+    if runtime.current() is not None and rows is not None:
+        result.sglang_kv_rows = rows.numpy()
+        runtime.announce_rows(result.sglang_kv_rows)
+
+
+def _can_run_graph(result: bool, self: Any, *_args: Any, **_kwargs: Any) -> bool | None:
+    if not result or runtime.current() is None:
+        return None
+    serves: bool = self.attn_backend.graph_serves()
+    return serves
 
 
 def _enable_fused_set_kv_buffer(original: Callable[..., bool], *args: Any, **kwargs: Any) -> bool:
@@ -229,7 +246,11 @@ def _enable_fused_set_kv_buffer(original: Callable[..., bool], *args: Any, **kwa
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 _CONFIGURATOR = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator"
 
+_FORWARD_BATCH = "sglang.srt.model_executor.forward_batch_info.ForwardBatch"
+_GRAPH_RUNNER = "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner"
+
 HOOKS: list[tuple[str, Callable[..., Any], str]] = [
+    (f"{_FORWARD_BATCH}.init_new", _init_new, "AFTER"),
     ("sglang.srt.server_args.ServerArgs.add_cli_args", _add_cli_args, "AFTER"),
     ("sglang.srt.server_args.ServerArgs.from_cli_args", _from_cli_args, "AROUND"),
     ("sglang.srt.sampling.sampling_params.SamplingParams.verify", _verify, "BEFORE"),
@@ -246,4 +267,9 @@ HOOKS: list[tuple[str, Callable[..., Any], str]] = [
         _enable_fused_set_kv_buffer,
         "AROUND",
     ),
+]
+
+#: Of machines with an NVIDIA GPU.
+GPU_HOOKS: list[tuple[str, Callable[..., Any], str]] = [
+    (f"{_GRAPH_RUNNER}.can_run_graph", _can_run_graph, "AFTER"),
 ]

@@ -62,7 +62,8 @@ class LedgerAllocator(PagedTokenToKVPoolAllocator):
             want = need + ledger.outstanding
             if ledger.pool.num_free >= want:
                 return True
-        return ledger.pressure is not None and ledger.pressure.relieve(ledger, want)
+        with ledger.folder.after_forwards():
+            return ledger.pressure is not None and ledger.pressure.relieve(ledger, want)
 
     def verify_byte_accounting(self) -> list[str]:
         """SGLang's idle check: the physical ledger's references must add up."""

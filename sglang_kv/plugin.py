@@ -8,9 +8,11 @@ compression is about to be used.
 from __future__ import annotations
 
 import traceback
+from functools import partial
 from typing import Any, NoReturn
 
 from sglang_kv import startup
+from sglang_kv.kernel_paths import BACKENDS
 from sglang_kv.startup import BACKEND
 
 SGLANG_VERSION = "0.5.23"
@@ -37,17 +39,22 @@ def _register() -> None:
         _stop(f"needs sglang=={SGLANG_VERSION}, found {sglang.__version__}")
     for target, hook, kind in _all_hooks():
         HookRegistry.register(target, hook, HookType[kind])
-    add_attention_backend_choices([BACKEND])
-    register_attention_backend(BACKEND)(_attention_backend)
+    add_attention_backend_choices(list(BACKENDS))
+    for name in BACKENDS:
+        register_attention_backend(name)(partial(_attention_backend, name))
     register_radix_cache_backend(BACKEND, _tree_cache)
     register_resolution_hook("handle_missing_default_values")(startup.fill_defaults)
+    register_resolution_hook("handle_attention_backend_compatibility")(startup.settle_gpu)
     register_resolution_hook("handle_other_validations")(startup.refuse_unsupported)
 
 
 def _all_hooks() -> list[tuple[str, Any, str]]:
+    import torch
+
     from sglang_kv import fused, hooks, metrics, report
 
-    return [*hooks.HOOKS, *report.HOOKS, *metrics.HOOKS, *fused.HOOKS]
+    of_gpus = hooks.GPU_HOOKS if torch.cuda.is_available() else []
+    return [*hooks.HOOKS, *report.HOOKS, *metrics.HOOKS, *fused.HOOKS, *of_gpus]
 
 
 def verify() -> None:
@@ -59,7 +66,7 @@ def verify() -> None:
     # SGLang keeps no public list of the hooks it applied; a failed one is only logged.
     patched = HookRegistry._patched  # noqa: SLF001
     missing = [target for target, _, _ in _all_hooks() if target not in patched]
-    if BACKEND not in ATTENTION_BACKENDS:
+    if not set(BACKENDS) <= set(ATTENTION_BACKENDS):
         missing.append("attention backend registration")
     if get_radix_cache_factory(BACKEND) is None:
         missing.append("radix cache registration")
@@ -67,11 +74,11 @@ def verify() -> None:
         _stop(f"not installed: {', '.join(missing)}")
 
 
-def _attention_backend(model_runner: Any) -> Any:
-    from sglang_kv.backend import HeadPageAttnBackend
+def _attention_backend(name: str, model_runner: Any) -> Any:
+    from sglang_kv.backend import make_backend
 
     verify()
-    return HeadPageAttnBackend(model_runner)
+    return make_backend(name, model_runner)
 
 
 def _tree_cache(context: Any) -> Any:

@@ -98,7 +98,7 @@ class Pressure:
         count = min(int(free.sum(-1).min()), int(spare) // size)
         if count <= 0:
             return None
-        values = ledger.folder.scores.values[state.score_slot, :, :, : pages * size]
+        values = ledger.folder.scores.values[state.score_slot, :, :, : pages * size].cpu()
         worth = page_scores(values, size).masked_fill(~free, torch.inf)
         ranked = torch.sort(worth, dim=-1, stable=True)
         costs = ranked.values[..., :count].sum((0, 1)).tolist()

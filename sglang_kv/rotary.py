@@ -43,8 +43,8 @@ class TurnBack:
     halves: bool = True
 
     @classmethod
-    def of(cls, rope: Any, positions: int) -> TurnBack:
-        """Of SGLang's ``rope``, for distances below ``positions``.
+    def of(cls, rope: Any, positions: int, device: torch.device | str = "cpu") -> TurnBack:
+        """Of SGLang's ``rope``, for distances below ``positions``, to be used on ``device``.
 
         Raises `PolicyError` for a kind that cannot be taken back so.
         """
@@ -57,7 +57,7 @@ class TurnBack:
         if len(table) < positions:
             raise PolicyError(f"its rotary embedding ends at position {len(table)}")
         cos, sin = (table / table[0, 0]).chunk(2, dim=-1)  # without yarn's factor on magnitudes
-        return cls(torch.cat((cos, -sin), dim=-1).contiguous(), bool(rope.is_neox_style))
+        return cls(torch.cat((cos, -sin), dim=-1).to(device), bool(rope.is_neox_style))
 
     def turn(self, heads: Tensor, distances: Tensor) -> None:
         """Turn heads back, in place.
@@ -66,7 +66,7 @@ class TurnBack:
         - `distances`: int64 [rows], in positions
         """
         width = self.cos_sin.shape[-1]
-        if self.halves and width % 32 == 0:
+        if self.halves and width % 32 == 0 and heads.device.type == "cpu":
             apply_rope(heads.view(len(heads), -1), distances, self.cos_sin, heads.shape[-1])
             return
         cos, sin = self.cos_sin[distances].unsqueeze(1).chunk(2, dim=-1)
@@ -91,7 +91,13 @@ class Rotary:
         self.refusal = refusal
 
     @classmethod
-    def of(cls, model: nn.Module, layer_ids: Iterable[int], positions: int) -> Rotary:
+    def of(
+        cls,
+        model: nn.Module,
+        layer_ids: Iterable[int],
+        positions: int,
+        device: torch.device | str = "cpu",
+    ) -> Rotary:
         """Of a loaded model of SGLang's, for distances below ``positions``."""
         from sglang.srt.layers.radix_attention import RadixAttention
 
@@ -105,7 +111,7 @@ class Rotary:
                 rope = module.rotary_emb
                 plain = rope is None or not all(getattr(module, s, True) for s in _SWITCHES)
                 if not plain and id(rope) not in made:
-                    made[id(rope)] = TurnBack.of(rope, positions)
+                    made[id(rope)] = TurnBack.of(rope, positions, device)
                 found[attention.layer_id] = None if plain else made[id(rope)]
             return cls([found[layer] for layer in layer_ids])
         except PolicyError as error:
@@ -133,5 +139,5 @@ class Rotary:
             if turn_back is None:
                 continue
             keys = pages[of_layer, 0].view(-1, 1, head_dim)
-            turn_back.turn(keys, torch.full((len(keys),), distance))
+            turn_back.turn(keys, torch.full((len(keys),), distance, device=keys.device))
             pages[of_layer, 0] = keys.view(len(of_layer), -1, head_dim)

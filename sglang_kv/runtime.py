@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
+from numpy.typing import NDArray
+
 from sglang_kv.compression import Plan, PolicyError, WindowPlan
 
 if TYPE_CHECKING:
@@ -42,11 +45,22 @@ class Runtime:
 
 
 _current: Runtime | None = None
+_rows: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
 
 
 def current() -> Runtime | None:
     """This process's runtime; None outside the scheduler or without compression."""
     return _current
+
+
+def current_rows() -> NDArray[np.int64]:
+    """SGLang's rows of the batch that is about to run, on the host."""
+    return _rows
+
+
+def announce_rows(rows: NDArray[np.int64]) -> None:
+    global _rows
+    _rows = rows
 
 
 def install(runtime: Runtime | None) -> None:

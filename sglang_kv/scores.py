@@ -13,15 +13,17 @@ class ScoreTable:
     doubling. What lies beyond a stream's length is zero.
     """
 
-    def __init__(self, num_layers: int, num_kv_heads: int):
-        self.values: Tensor = torch.zeros((0, num_layers, num_kv_heads, 64))
+    def __init__(
+        self, num_layers: int, num_kv_heads: int, device: torch.device | str = "cpu"
+    ) -> None:
+        self.values: Tensor = torch.zeros((0, num_layers, num_kv_heads, 64), device=device)
         self._free: list[int] = []
 
     def take(self) -> int:
         """A slot of zeros."""
         if not self._free:
             slots = len(self.values)
-            more = torch.zeros((max(1, slots), *self.values.shape[1:]))
+            more = self.values.new_zeros((max(1, slots), *self.values.shape[1:]))
             self.values = torch.cat([self.values, more])
             self._free = list(range(len(self.values) - 1, slots - 1, -1))
         slot = self._free.pop()
@@ -34,7 +36,7 @@ class ScoreTable:
             self.clear()  # one very long prompt must not leave every later slot as wide
 
     def clear(self) -> None:
-        self.values = torch.zeros((0, *self.values.shape[1:3], 64))
+        self.values = self.values.new_zeros((0, *self.values.shape[1:3], 64))
         self._free = []
 
     def fit(self, tokens: int) -> None:
@@ -44,6 +46,6 @@ class ScoreTable:
             return
         while width < tokens:
             width *= 2
-        wide = torch.zeros((*self.values.shape[:-1], width))
+        wide = self.values.new_zeros((*self.values.shape[:-1], width))
         wide[..., : self.values.shape[-1]] = self.values
         self.values = wide

@@ -175,6 +175,7 @@ class SnapshotStore:
         streams.fit(int(snapshot.counts.max()))
         table = streams.table[slot]
         table[np.arange(table.shape[2]) < snapshot.counts[..., None]] = snapshot.pages
+        streams.touch(slot, 0, int(snapshot.counts.max()))
         streams.desc[slot] = snapshot.desc
         streams.offset[slot] = state.offset = snapshot.offset
         state.counts = snapshot.counts.copy()

@@ -6,8 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 from sglang_kv.config import Options
+from sglang_kv.kernel_paths import AUTO, BACKENDS
 
-BACKEND = "sglang_kv"
+#: The prefix cache; and the attention backend that picks its kernels by device.
+BACKEND = AUTO
 #: Token pages of 16: 4 KiB of K and V at head_dim 64 in bf16, one page of memory to fetch.
 DEFAULT_PAGE_SIZE = 16
 
@@ -63,6 +65,28 @@ def fill_defaults(server_args: Any, previous: Callable[[Any], None]) -> None:
     previous(server_args)
 
 
+def settle_gpu(server_args: Any, previous: Callable[[Any], None]) -> None:
+    """Resolution step: what a GPU would do behind the ledger's back is turned off."""
+    previous(server_args)
+    if not Options.of(server_args).active:
+        return
+    from sglang.srt.arg_groups.model_override_base import resolving_view
+    from sglang.srt.arg_groups.overrides import declare_resolution
+    from sglang.srt.environ import envs
+    from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, with_phase
+
+    view = resolving_view(server_args)
+    if view.device != "cuda":
+        return
+    # Pools that are sized anew after graphs are captured: the head pages are one tensor, made once.
+    envs.SGLANG_ENABLE_POST_CAPTURE_KV_SIZING.set(False)
+    # It would record what the host has to do before each replay.
+    envs.SGLANG_ENABLE_METADATA_GLUE_GRAPH.set(False)
+    if view.cuda_graph_config is not None:  # a prefill's launches follow from its batch
+        graphs = with_phase(view.cuda_graph_config, Phase.PREFILL, backend=Backend.DISABLED)
+        declare_resolution(server_args, "sglang_kv", cuda_graph_config=graphs)
+
+
 def refuse_unsupported(server_args: Any, previous: Callable[[Any], None]) -> None:
     """Resolution step: stop with one clear message for each setting that would go wrong."""
     previous(server_args)
@@ -79,17 +103,17 @@ def refuse_unsupported(server_args: Any, previous: Callable[[Any], None]) -> Non
 def _problems(args: Any) -> list[str]:
     checks: list[tuple[bool, str]] = [
         (
-            args.device != "cpu",
-            f"--device {args.device} (this version's kernels run on CPUs; use --device cpu "
-            "with SGLANG_USE_CPU_ENGINE=1)",
+            args.device not in ("cpu", "cuda"),
+            f"--device {args.device} (there are kernels for cpu, with SGLANG_USE_CPU_ENGINE=1, "
+            "and for cuda)",
         ),
         (
-            args.attention_backend != BACKEND,
+            args.attention_backend not in BACKENDS,
             f"--attention-backend {args.attention_backend} (leave it out)",
         ),
         (
-            args.prefill_attention_backend not in (None, BACKEND)
-            or args.decode_attention_backend not in (None, BACKEND),
+            args.prefill_attention_backend not in (None, args.attention_backend)
+            or args.decode_attention_backend not in (None, args.attention_backend),
             "--prefill-attention-backend/--decode-attention-backend (leave them out)",
         ),
         (

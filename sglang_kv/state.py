@@ -168,8 +168,9 @@ class PhysicalLedger:
             state = self.rows[row]
             if state.length == 0 and self.tree is not None:
                 self.tree.snapshots.resume(state)
-            self.dropper.drop(state, max(state.length, int(state.req.prefix_len)))
-            self.dropper.rebase(state, target)
+            with self.folder.after_forwards():
+                self.dropper.drop(state, max(state.length, int(state.req.prefix_len)))
+                self.dropper.rebase(state, target)
             if state.private:
                 self._grow_private(state, target)
             else:
@@ -231,6 +232,7 @@ class PhysicalLedger:
             )
             self.page_table[token_pages[fresh]] = heads[fresh]
             self.streams.table[state.slot, :, :, first:last] = heads.transpose(1, 2, 0)
+            self.streams.touch(state.slot, first, last)
             state.counts[:] = last
         self.streams.desc[state.slot, :, :, KV_LEN] = target
 
@@ -245,7 +247,9 @@ class PhysicalLedger:
         pages = self.take(state, int(more.sum()))
         for step in range(int(more.max())):  # streams need one each, as a rule
             layers, heads = np.nonzero(more > step)
-            table[layers, heads, state.counts[layers, heads] + step] = pages[: len(layers)]
+            columns = state.counts[layers, heads] + step
+            table[layers, heads, columns] = pages[: len(layers)]
+            self.streams.touch_each(state.slot, layers, heads, columns)
             pages = pages[len(layers) :]
         state.counts += more
 
@@ -261,7 +265,8 @@ class PhysicalLedger:
             if state is None or state.row < 0:
                 continue
             state.awaiting_checkpoint = True
-            self.dropper.drop(state, state.length)
+            with self.folder.after_forwards():
+                self.dropper.drop(state, state.length)
             if req.extend_end >= len(req.full_untruncated_fill_ids):
                 state.peak_pages = 0
                 self.prefilling.discard(state)
@@ -318,6 +323,7 @@ class PhysicalLedger:
         heads: Pages = self.page_table[self.token_pages(state, first, last)]
         assert (heads >= 0).all(), "a dense request was mapped onto an emptied page"
         self.streams.table[state.slot, :, :, first:last] = heads.transpose(1, 2, 0)
+        self.streams.touch(state.slot, first, last)
 
     def lists(self, state: RequestState) -> Pages:
         """The pages of all its streams, end to end."""

@@ -22,6 +22,10 @@ class StreamTable:
 
     ``offset[slot]`` and ``last_position[slot]`` say where a request's tokens stand: the model is
     told ``t - offset``, and sinks see a query no further than at ``last_position``.
+
+    Who writes into ``table`` calls `touch`: ``version[slot]`` says whether a page list is still the
+    one that was read; ``changes`` and ``single_changes`` say what a copy elsewhere has yet to take
+    over.
     """
 
     def __init__(self, num_layers: int, num_kv_heads: int, slots: int = 8, pages: int = 64):
@@ -35,8 +39,31 @@ class StreamTable:
         )
         self.offset: NDArray[np.int64] = np.zeros(slots, dtype=np.int64)
         self.last_position: NDArray[np.int64] = np.full(slots, ANYWHERE)
+        self.version: NDArray[np.int64] = np.zeros(slots, dtype=np.int64)
+        self.tracked = False  # whether anyone takes `changes` over
+        self.changes: dict[int, tuple[int, int]] = {}
+        self.single_changes: list[tuple[NDArray[np.int64], ...]] = []
         self._free = list(range(slots - 1, 0, -1))
         self._rebind()
+
+    def touch(self, slot: int, first: int, last: int) -> None:
+        """Columns ``first .. last`` of a slot's page lists were written."""
+        self.version[slot] += 1
+        if self.tracked:
+            begin, end = self.changes.get(slot, (first, last))
+            self.changes[slot] = (min(begin, first), max(end, last))
+
+    def touch_each(
+        self,
+        slot: int,
+        layers: NDArray[np.int64],
+        heads: NDArray[np.int64],
+        columns: NDArray[np.int64],
+    ) -> None:
+        """One column of each of these streams was written."""
+        self.version[slot] += 1
+        if self.tracked:
+            self.single_changes.append((np.full(len(layers), slot), layers, heads, columns))
 
     def _rebind(self) -> None:
         self.table_tensor = torch.from_numpy(self.table)
@@ -50,6 +77,7 @@ class StreamTable:
             self.desc = np.concatenate([self.desc, np.zeros_like(self.desc)])
             self.offset = np.concatenate([self.offset, np.zeros_like(self.offset)])
             self.last_position = np.concatenate([self.last_position, np.full(slots, ANYWHERE)])
+            self.version = np.concatenate([self.version, np.zeros_like(self.version)])
             self._free = list(range(2 * slots - 1, slots - 1, -1))
             self._rebind()
         slot = self._free.pop()

@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from sglang_kv.compression import Geometry, PolicyError, parse_policy
 from sglang_kv.compression.gates import find_gates, load_gates, model_hash
 from sglang_kv.config import Options
 from sglang_kv.flags import add_flags, options_from_flags
+from sglang_kv.kernel_paths import AUTO, FLASHINFER, TRITON, choose
 from sglang_kv.presets import PRESETS
 
 ON = ["--kv-compression", "streamingllm"]
@@ -69,7 +71,7 @@ REFUSED: dict[str, tuple[list[str], str]] = {
     "fp8 KV": (["--kv-cache-dtype", "fp8_e5m2"], "--kv-cache-dtype fp8_e5m2"),
     "tokenizer workers": (["--tokenizer-worker-num", "2"], "--tokenizer-worker-num above 1"),
     "embeddings": (["--is-embedding"], "embedding models"),
-    "GPU": (["--device", "cuda"], "--device cuda"),
+    "Triton on a CPU": (["--attention-backend", "triton"], "--attention-backend triton"),
 }
 
 BROKEN: dict[str, tuple[dict[str, Any], str]] = {
@@ -349,6 +351,55 @@ def test_gates_of_other_weights_are_refused(tmp_path: Path) -> None:
         gates_of(options, Config())
     path.write_text(json.dumps({**held, "model_hash": ""}))
     assert gates_of(options, Config()) == load_gates(path)
+
+
+@pytest.mark.parametrize(("device", "served"), [("cpu", True), ("cuda", True), ("xpu", False)])
+def test_devices(device: str, served: bool) -> None:
+    pytest.importorskip("sglang")
+    from sglang_kv.startup import _problems
+
+    class Args:
+        attention_backend, radix_cache_backend, kv_cache_dtype = AUTO, AUTO, "auto"
+        prefill_attention_backend = decode_attention_backend = None
+        disaggregation_mode, pp_size, tokenizer_worker_num, page_size = "null", 1, 1, 16
+
+        def __getattr__(self, name: str) -> Any:
+            return False  # every switch
+
+    args = Args()
+    args.device = device
+    assert [p.split(" ")[1] for p in _problems(args)] == ([] if served else [device])
+
+
+@pytest.mark.parametrize(
+    ("backend", "device", "head_dim", "group", "path"),
+    [
+        (AUTO, "cpu", 64, 3, "cpp"),
+        (FLASHINFER, "cpu", 64, 3, FLASHINFER),  # where it fails, on the wrapper itself
+        (AUTO, "cpu", 80, 3, "cpp"),
+    ],
+)
+def test_which_kernels_run(
+    backend: str, device: str, head_dim: int, group: int, path: str, caplog: Any
+) -> None:
+    caplog.set_level("INFO")
+    assert choose(backend, torch.device(device), head_dim, group, torch.bfloat16) == path
+    assert [r.message.split(":")[0] for r in caplog.records] == ["sglang-kv"]
+
+
+@pytest.mark.parametrize(
+    ("backend", "head_dim", "group", "message"),
+    [
+        (FLASHINFER, 80, 1, "FlashInfer has no kernel for head_dim 80"),
+        (FLASHINFER, 64, 17, "FlashInfer has no kernel for 17 query heads"),
+        (TRITON, 64, 1, "Triton's kernels need a GPU"),
+    ],
+)
+def test_kernels_that_cannot_serve_are_refused(
+    backend: str, head_dim: int, group: int, message: str
+) -> None:
+    with pytest.raises(ValueError, match=f"--attention-backend {backend}: {message}"):
+        choose(backend, torch.device("cpu"), head_dim, group, torch.bfloat16)
 
 
 # Engine's arguments ----------------------------------------------------------------------------
