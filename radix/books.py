@@ -50,6 +50,7 @@ class Books(Generic[V]):
         self.page_size = page_size
         self.owner: Owner[V] = Owner() if owner is None else owner
         self.decay = Decay(half_life)
+        self.order_name = order_name
         self.order: Order = order(order_name, self.decay)
         self.clock = 0  #: tokens stored so far: what importance ages by
         self.accesses = 0  #: grows with every access: what recency is told by
@@ -95,13 +96,17 @@ class Books(Generic[V]):
             if plan is not None:
                 freed = self.thin(node, plan)
                 return Eviction(node, "thin", freed)
-        snapshot = node.snapshot is not None
-        freed = node.bytes
-        if node.lock_ref == 0 and not node.children:
-            self._remove(node)
-            return Eviction(node, "remove", freed)
-        self._empty(node)
-        return Eviction(node, "snapshot" if snapshot else "empty", freed)
+        return self._give_up(node)
+
+    def drop(self, node: Node[V]) -> Eviction:
+        """Give up one node's memory out of turn, and its ids where nobody needs them.
+
+        Raises ValueError if the node may not lose memory now: it has none, somebody reads it, or
+        what lies under it has some.
+        """
+        if self.memory_key(node) is None or (node.snapshot is None and node.kept_children):
+            raise ValueError(f"{node} cannot be dropped: it is read, or not the last with memory")
+        return self._give_up(node)
 
     def evict_tokens(self, num_tokens: int) -> int:
         """Give up the ids of at least ``num_tokens`` tokens if that can be done, what holds no
@@ -213,6 +218,14 @@ class Books(Generic[V]):
             node.thin = None
             node.ends_window = True
         self._refresh(parent)
+
+    def _give_up(self, node: Node[V]) -> Eviction:
+        snapshot, freed = node.snapshot is not None, node.bytes
+        if node.lock_ref == 0 and not node.children:
+            self._remove(node)
+            return Eviction(node, "remove", freed)
+        self._empty(node)
+        return Eviction(node, "snapshot" if snapshot else "empty", freed)
 
     def _empty(self, node: Node[V]) -> None:
         self.owner.emptied(node)

@@ -85,6 +85,22 @@ class RadixTree(Holds[V]):
         """As many tokens as `match` would find; changes nothing."""
         return self._walk(key, limit, need)[1]
 
+    def known(self, key: Key) -> int:
+        """Tokens of ``key`` whose ids the tree has, with memory or without; changes nothing."""
+        length = len(key.tokens) // self.page_size * self.page_size
+        node, done = self.root, 0
+        while done < length:
+            page = key.tokens[done : done + self.page_size]
+            child = node.children.get(self._child_key(node, key.namespace, page))
+            if child is None:
+                break
+            same = common_prefix(child.tokens, key.tokens[done:length], self.page_size)
+            done += same
+            if same < len(child):
+                break
+            node = child
+        return done
+
     def _walk(self, key: Key, limit: int | None, need: Thin | None) -> tuple[Node[V], int]:
         size, tokens = self.page_size, key.tokens
         length = len(tokens) if limit is None else max(0, min(limit, len(tokens)))

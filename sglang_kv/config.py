@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from sglang_kv.compression import Compressor, PolicyError, method_names, parse_policy
@@ -18,6 +18,11 @@ REQUEST_KEY = "kv_compression"
 #: And of what may happen to it when memory runs out.
 PRESSURE_KEY = "kv_pressure"
 PRESSURES = ("evict", "retract")
+#: Who may share prefixes: whoever sends the same tokens, one tenant's requests, nobody.
+SHARINGS = ("all", "tenant", "off")
+#: Key of which prefixes a request takes: those that change nothing in its answer, or thinned ones.
+PREFIX_KEY = "kv_prefix"
+PREFIXES = ("exact", "thinned")
 _SERVER_ARGS_ATTR = "_sglang_kv_options"
 
 
@@ -34,6 +39,11 @@ class Options:
     gates: str | None = None  # file of the model's head gates; None: what is shipped for it
     pressure: str = "retract"  # who gives way when memory runs out in decode
     pressure_floor: float = 0.25  # share of its tokens that a request keeps under pressure
+    prefix_sharing: str = "all"  # who may share prefixes
+    prefix_thinning: bool = False  # prefixes are thinned before they are emptied
+    tenant_header: str | None = None  # HTTP header that names the tenant; None: the credential
+    #: What proves to the scheduler that a tenant was found by this server's own HTTP process.
+    secret: str = field(default="", repr=False, compare=False)
 
     def __post_init__(self) -> None:
         known = method_names()
@@ -59,7 +69,17 @@ class Options:
                 raise PolicyError(f"{flag}: expected an integer, got {value!r}")
             if value is not None and value < 0:
                 raise PolicyError(f"{flag}: must not be negative, got {value}")
+        if self.prefix_sharing not in SHARINGS:
+            raise PolicyError(
+                f"--prefix-sharing: expected off, tenant or all, got {self.prefix_sharing!r}"
+            )
+        if self.tenant_header is not None and self.prefix_sharing != "tenant":
+            raise PolicyError("--tenant-header needs --prefix-sharing tenant")
         if self.method is None:
+            if self.prefix_sharing != "all":
+                raise PolicyError("--prefix-sharing needs --kv-compression METHOD")
+            if self.prefix_thinning:
+                raise PolicyError("--prefix-thinning needs --kv-compression METHOD")
             if self.config:
                 raise PolicyError("--kv-compression-config needs --kv-compression METHOD")
             if self.gates is not None:
@@ -117,6 +137,20 @@ class Options:
                 f"{PRESSURE_KEY}: this server was started without --kv-pressure evict"
             )
         return bool(wanted == "evict")
+
+    def takes_thinned(self, wanted: Any | None) -> bool:
+        """Whether a request whose ``kv_prefix`` is ``wanted`` may go on from thinned prefixes.
+
+        Raises:
+            PolicyError: it is no such word, or asks for what this server does not do.
+        """
+        if wanted is None:
+            return False
+        if wanted not in PREFIXES:
+            raise PolicyError(f"{PREFIX_KEY}: must be exact or thinned, got {shorten(wanted)}")
+        if wanted == "thinned" and not self.prefix_thinning:
+            raise PolicyError(f"{PREFIX_KEY}: this server was started without --prefix-thinning")
+        return bool(wanted == "thinned")
 
     def _check_keep(self, policy: Compressor) -> None:
         if policy.min_kept is not None and policy.min_kept < self.min_keep:

@@ -40,6 +40,8 @@ ARGUMENTS = {
     "kv_gates": "gates",
     "kv_pressure": "pressure",
     "kv_pressure_floor": "pressure_floor",
+    "prefix_sharing": "prefix_sharing",
+    "prefix_thinning": "prefix_thinning",
 }
 
 
@@ -53,6 +55,9 @@ class Engine(SGLangEngine):
                 # SGLANG_PLUGINS may leave ours out, and the engine would serve uncompressed.
                 load_plugins()
                 verify()
+                if "radix_eviction_policy" in kwargs:
+                    # SGLang takes its default for ours to replace, unless told that it was chosen.
+                    kwargs.setdefault("_radix_eviction_policy_explicitly_set", True)
             super().__init__(**kwargs)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import secrets
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,14 @@ from typing import Any
 from sglang_kv.compression import PolicyError, method_names
 from sglang_kv.compression.base import methods
 from sglang_kv.compression.gates import has_gates, load_gates
-from sglang_kv.config import PRESSURE_KEY, PRESSURES, REQUEST_KEY, Options
+from sglang_kv.config import (
+    PREFIX_KEY,
+    PRESSURE_KEY,
+    PRESSURES,
+    REQUEST_KEY,
+    SHARINGS,
+    Options,
+)
 from sglang_kv.presets import PRESETS, apply_preset
 
 
@@ -61,6 +69,31 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     _add_model_flags(group)
     _add_pressure_flags(group)
+    _add_prefix_flags(group)
+
+
+def _add_prefix_flags(group: Any) -> None:
+    group.add_argument(
+        "--prefix-sharing",
+        choices=SHARINGS,
+        help="Who may share cached prefixes: whoever sends the same tokens; one tenant's requests, "
+        "as told by their credential or --tenant-header, and a request without either with nobody; "
+        "nobody. A request's cache_salt can only narrow that (default: all).",
+    )
+    group.add_argument(
+        "--tenant-header",
+        metavar="NAME",
+        help="With --prefix-sharing tenant: the HTTP header that names a request's tenant, set by "
+        "whoever authenticates in front of this server (default: the Authorization header).",
+    )
+    group.add_argument(
+        "--prefix-thinning",
+        action="store_true",
+        default=None,
+        help="Under pressure, DuoAttention's streaming heads give up the middle of a cached prefix "
+        "before its retrieval heads lose anything. What is left serves duoattention requests that "
+        f'ask for it, custom_params: {{"{PREFIX_KEY}": "thinned"}}, and no others.',
+    )
 
 
 def _add_model_flags(group: Any) -> None:
@@ -127,7 +160,12 @@ def options_from_flags(args: argparse.Namespace) -> Options:
         ("gates", "kv_gates"),
         ("pressure", "kv_pressure"),
         ("pressure_floor", "kv_pressure_floor"),
+        ("prefix_sharing", "prefix_sharing"),
+        ("tenant_header", "tenant_header"),
+        ("prefix_thinning", "prefix_thinning"),
     ):
         if getattr(args, flag) is not None:
             values[name] = getattr(args, flag)
+    if values["prefix_sharing"] == "tenant":
+        values["secret"] = secrets.token_hex(16)
     return Options.from_mapping(values)

@@ -90,6 +90,14 @@ class Folder:
             self._upload(np.array(slots, dtype=np.int32)),
         )
 
+    def mass(self, state: RequestState) -> Tensor:
+        """Attention that each token of a dense request received, summed over heads by their gates.
+
+        fp32 ``[tokens]``; does not wait for the device.
+        """
+        scores = self.scores.values[state.score_slot, :, :, : state.length]
+        return torch.einsum("lh,lht->t", self.weights, scores)
+
     # -- choosing --
 
     def choose(

@@ -12,16 +12,20 @@ from sglang_kv.capacity import log_plan
 from sglang_kv.compression import Geometry, PolicyError, parse_policy
 from sglang_kv.compression.base import shorten
 from sglang_kv.compression.gates import HeadGates, find_gates, load_gates, require_model
-from sglang_kv.config import PRESSURE_KEY, REQUEST_KEY, Options
+from sglang_kv.config import PREFIX_KEY, PRESSURE_KEY, REQUEST_KEY, Options
 from sglang_kv.flags import add_flags, options_from_flags
 from sglang_kv.fold import Folder
 from sglang_kv.kvcache import HeadPageKVPool
 from sglang_kv.ledger import LedgerAllocator
+from sglang_kv.namespaces import Sharing, rotary_identity
+from sglang_kv.owner import crossover
 from sglang_kv.pool import HeadPagePool
 from sglang_kv.pressure import Pressure
 from sglang_kv.request import RequestState
-from sglang_kv.startup import active_options
+from sglang_kv.startup import DEFAULT_ORDER, active_options
 from sglang_kv.state import PhysicalLedger
+from sglang_kv.tenants import read_tenant, refuse_forged
+from sglang_kv.thinning import Thinner, require_need, thinning_plan
 
 # -- flags and intake, in the server's main process --
 
@@ -45,21 +49,24 @@ def _verify(params: Any, *_args: Any, **_kwargs: Any) -> None:
     custom_params = params.custom_params or {}
     if not isinstance(custom_params, dict):
         raise PolicyError(f"custom_params: expected an object, got {shorten(custom_params)}")
+    refuse_forged(custom_params)
     options = active_options()
     active = options is not None and options.active
     if active and (params.beam_width or 1) > 1:
         # Beams swap rows of SGLang's table, of which the head pages know nothing.
         raise PolicyError("beam_width: beam search cannot be had with --kv-compression")
-    spec, pressure = custom_params.get(REQUEST_KEY), custom_params.get(PRESSURE_KEY)
-    if spec is None and pressure is None:
+    wanted = [key for key in (REQUEST_KEY, PRESSURE_KEY, PREFIX_KEY) if key in custom_params]
+    wanted = [key for key in wanted if custom_params[key] is not None]
+    if not wanted:
         return
     if options is None or not options.active:
-        key = PRESSURE_KEY if spec is None else REQUEST_KEY
         raise PolicyError(
-            f"{key}: this server was started without --kv-compression, so no policy can be applied"
+            f"{wanted[0]}: this server was started without --kv-compression, so no policy can be "
+            "applied"
         )
-    options.policy_for(spec)
-    options.evictable(pressure)
+    options.policy_for(custom_params.get(REQUEST_KEY))
+    options.evictable(custom_params.get(PRESSURE_KEY))
+    options.takes_thinned(custom_params.get(PREFIX_KEY))
 
 
 # -- pools, in the scheduler's process --
@@ -134,8 +141,39 @@ def _configure(result: Any, self: Any, **_kwargs: Any) -> None:
     assert ledger.dense_capacity == allocator.available_size(), "SGLang's leak check needs this"
     allocator.ledger = ledger
     result.req_to_token_pool.attach_aux_cache(ledger)
-    runtime.install(runtime.Runtime(options, ledger))
+    sharing = Sharing(
+        options.prefix_sharing,
+        model=f"{self.model_config.model_path}@{self.model_config.revision}",
+        rotary=rotary_identity(self.model_config.hf_text_config),
+    )
+    runtime.install(
+        runtime.Runtime(
+            options,
+            ledger,
+            sharing,
+            crossover(self.model_config),
+            measures=_measures(options, geometry),
+            thinner=_thinner(options, ledger),
+        )
+    )
     log_plan(ledger, pool, options.default_policy, self.model_config)
+
+
+def _measures(options: Options, geometry: Geometry) -> bool:
+    """Whether prompts say what they were worth: somebody asks, and ranks would say the same."""
+    from sglang.srt.runtime_context import get_memory
+
+    memory = get_memory()
+    asked = memory.radix_eviction_policy == DEFAULT_ORDER and not memory.disable_radix_cache
+    shared = asked and options.prefix_sharing != "off"
+    # A rank sees its own heads; a tree that differed from its neighbours' would hang the group.
+    return shared and geometry.num_ranks == 1 and not geometry.sliding_layers
+
+
+def _thinner(options: Options, ledger: PhysicalLedger) -> Thinner | None:
+    if not options.prefix_thinning:
+        return None
+    return Thinner.of(ledger, thinning_plan(ledger.geometry, options.default_policy))
 
 
 def _gates(options: Options, model_config: Any) -> HeadGates | None:
@@ -173,10 +211,11 @@ def _create_generation_req(req: Any, _self: Any, recv_req: Any, *_args: Any, **_
     if current is None:
         return
     params = getattr(recv_req.sampling_params, "custom_params", None) or {}
-    evictable = False
+    evictable, thinned, need = False, False, None
     try:
         policy, overridden = current.options.policy_for(params.get(REQUEST_KEY))
         evictable = current.options.evictable(params.get(PRESSURE_KEY))
+        thinned = current.options.takes_thinned(params.get(PREFIX_KEY))
     except PolicyError as error:
         # The HTTP side checks first; requests that skip it (gRPC) are refused here.
         policy, overridden = parse_policy("none"), False
@@ -184,6 +223,7 @@ def _create_generation_req(req: Any, _self: Any, recv_req: Any, *_args: Any, **_
     geometry, tokens = current.ledger.geometry, len(req.origin_input_ids)
     try:
         plan = policy.plan(tokens, geometry)
+        need = require_need(plan) if thinned else None
     except PolicyError as error:
         # What only this process knows: the model's shape and its gates.
         policy = parse_policy("none")
@@ -191,7 +231,17 @@ def _create_generation_req(req: Any, _self: Any, recv_req: Any, *_args: Any, **_
         req.set_finish_with_abort(str(error))
     # Window scores are attention to every token, which sliding layers do not give.
     evictable = evictable and not geometry.sliding_layers
-    req.sglang_kv = RequestState(req, policy, plan, overridden=overridden, evictable=evictable)
+    tenant = read_tenant(current.options, params)
+    req.sglang_kv = RequestState(
+        req,
+        policy,
+        plan,
+        overridden=overridden,
+        evictable=evictable,
+        tenant=tenant,
+        measures=current.measures,
+        need=need,
+    )
 
 
 def _init_req_max_new_tokens(_result: None, _self: Any, req: Any) -> None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from sglang_kv import runtime
+from sglang_kv.prefix_metrics import PrefixExporter
 
 if TYPE_CHECKING:
     from sglang.srt.managers.load_snapshot import LoadSnapshot
@@ -94,6 +95,7 @@ class LedgerExporter:
         self.evicted = counter(
             "tokens_evicted_total", "Of those dropped: tokens taken under memory pressure."
         ).labels(**self.labels)
+        self.prefixes = PrefixExporter(gauge, counter, self.labels)
         self.policies: set[str] = set()
         self.exported: LedgerStats | None = None
         self.checked = float("-inf")
@@ -112,6 +114,7 @@ class LedgerExporter:
         self.dropped.inc(stats.dropped_tokens - (before.dropped_tokens if before else 0.0))
         self.folds.inc(stats.folds - (before.folds if before else 0))
         self.evicted.inc(stats.evicted_tokens - (before.evicted_tokens if before else 0.0))
+        self.prefixes.export(stats.prefixes, before.prefixes if before else None)
         # Copies: the ledger goes on counting in its own.
         self.exported = dataclasses.replace(
             stats,

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 from sglang_kv import startup
 from sglang_kv.kernel_paths import BACKENDS
-from sglang_kv.startup import BACKEND
+from sglang_kv.startup import BACKEND, DEFAULT_ORDER
 
 SGLANG_VERSION = "0.5.23"
 
@@ -29,7 +29,10 @@ def register() -> None:
 
 def _register() -> None:
     import sglang
-    from sglang.srt.arg_groups.choices import add_attention_backend_choices
+    from sglang.srt.arg_groups.choices import (
+        add_attention_backend_choices,
+        add_radix_eviction_policy_choices,
+    )
     from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
     from sglang.srt.mem_cache.registry import register_radix_cache_backend
@@ -40,6 +43,7 @@ def _register() -> None:
     for target, hook, kind in _all_hooks():
         HookRegistry.register(target, hook, HookType[kind])
     add_attention_backend_choices(list(BACKENDS))
+    add_radix_eviction_policy_choices([DEFAULT_ORDER])
     for name in BACKENDS:
         register_attention_backend(name)(partial(_attention_backend, name))
     register_radix_cache_backend(BACKEND, _tree_cache)
@@ -51,10 +55,11 @@ def _register() -> None:
 def _all_hooks() -> list[tuple[str, Any, str]]:
     import torch
 
-    from sglang_kv import fused, hooks, metrics, report
+    from sglang_kv import fused, hooks, metrics, prefix_metrics, report, tenants
 
+    modules = (hooks, report, metrics, prefix_metrics, fused, tenants)
     of_gpus = hooks.GPU_HOOKS if torch.cuda.is_available() else []
-    return [*hooks.HOOKS, *report.HOOKS, *metrics.HOOKS, *fused.HOOKS, *of_gpus]
+    return [*(hook for module in modules for hook in module.HOOKS), *of_gpus]
 
 
 def verify() -> None:
@@ -89,7 +94,13 @@ def _tree_cache(context: Any) -> Any:
     current = runtime.current()
     if current is None:
         _stop(f"--radix-cache-backend {BACKEND} needs --kv-compression METHOD")
-    return HeadPageRadixCache(context.params, current.ledger)
+    return HeadPageRadixCache(
+        context.params,
+        current.ledger,
+        sharing=current.sharing,
+        crossover=current.crossover,
+        thinner=current.thinner,
+    )
 
 
 def _stop(reason: str) -> NoReturn:

@@ -1,296 +1,295 @@
-"""The prefix tree over two ledgers: what is locked and what is read are different things.
+"""SGLang's prefix cache over two ledgers: what is locked and what is read are different things.
 
 SGLang locks a request's whole prompt path until the request ends, and never evicts what is
-locked. Those ledger locks stay. Beside them the tree counts *physical readers*: dense
-requests that read its head pages. A node without readers may be emptied though it is
-locked: it turns *hollow*, its ids stay, matching stops there, and the next request that
-inserts over it gives its pages (`PhysicalLedger.adopt`).
+locked. Those ledger locks stay. Beside them the tree (`sglang_kv/radix`) counts *physical
+readers*: dense requests that read its head pages. A node without readers may be emptied though it
+is locked: it turns *hollow*, its ids stay, matching stops there, and the next request that inserts
+over it gives its pages (`PhysicalLedger.adopt`).
 """
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Container
+from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams, MatchResult
-from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey, TreeNode
 
+from sglang_kv.namespaces import Sharing, under_policy
+from sglang_kv.owner import LedgerOwner, PrefixNode
+from sglang_kv.prefix_ids import IdLedger
+from sglang_kv.radix.dump import as_json, as_text
+from sglang_kv.radix.key import Key, Namespace
+from sglang_kv.radix.tree import RadixTree
 from sglang_kv.request import RequestState
-from sglang_kv.snapshots import SnapshotLeaf, SnapshotStore
-from sglang_kv.state import PhysicalLedger
+from sglang_kv.snapshots import SnapshotStore, resumable
+from sglang_kv.state import PhysicalLedger, PrefixStats
+from sglang_kv.thinning import Thinner
+from sglang_kv.tree_events import TreeEvents
+from sglang_kv.worth import page_worth
+
+#: Importance counts half after memory has been filled so many times more.
+HALF_LIFE = 1.0
+#: Nodes that ``/server_info`` shows.
+SHOWN = 100
 
 
-class HeadPageRadixCache(RadixCache):
-    """SGLang's Python `RadixCache` with physical readers, hollow nodes and publish limits."""
+class HeadPageRadixCache(IdLedger):
+    """SGLang's `BasePrefixCache` on the importance-weighted tree.
 
-    def __init__(self, params: Any, ledger: PhysicalLedger):
+    Args:
+        params: SGLang's `CacheInitParams`; ``eviction_policy`` is one of `radix.orders.ORDERS`.
+        ledger: the physical ledger.
+        sharing: who may share.
+        crossover: see `LedgerOwner`.
+        thinner: see `LedgerOwner`.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        ledger: PhysicalLedger,
+        *,
+        sharing: Sharing | None = None,
+        crossover: float = 32_768.0,
+        thinner: Thinner | None = None,
+    ):
+        self.disable = params.disable
+        self.req_to_token_pool = params.req_to_token_pool
+        self.token_to_kv_pool_allocator = params.token_to_kv_pool_allocator
+        self.page_size = params.page_size
         self.ledger = ledger
-        self._readers: dict[TreeNode, int] = {}
-        self._hollow: set[TreeNode] = set()
-        self._idle_tokens = 0  # resident, and read by nobody
+        self.sharing = Sharing() if sharing is None else sharing
         self.snapshots = SnapshotStore(self)
-        super().__init__(params)
-        ledger.tree = self
-        announce = self.kv_events.record_remove
-        # What was never stored is not removed: to others, its tokens are the dense prefix.
-        self.kv_events.record_remove = lambda node, *args: (
-            None if isinstance(node, SnapshotLeaf) else announce(node, *args)
+        self.events = TreeEvents.of(params)
+        self.kv_events = self.events.recorder
+        self.thinner = thinner
+        self.owner = LedgerOwner(
+            ledger,
+            params.token_to_kv_pool_allocator,
+            self.snapshots,
+            self.events,
+            crossover,
+            thinner,
         )
+        tokens = ledger.pool.num_pages // ledger.num_streams * ledger.page_size
+        self.tree: RadixTree[torch.Tensor] = RadixTree(
+            params.page_size,
+            owner=self.owner,
+            order_name=params.eviction_policy.lower(),
+            half_life=HALF_LIFE * max(1, tokens),
+        )
+        if params.enable_metrics:
+            self.init_metrics_collector()
+        ledger.tree = self
+        self.reset()
 
     def reset(self) -> None:
-        self._readers.clear()
-        self._hollow.clear()
-        self._idle_tokens = 0
+        """Everything was flushed, the pool too."""
+        self.tree.reset()
         self.snapshots.clear()
-        super().reset()
+        self.events.cleared()
 
     # -- matching and publishing --
 
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
-        """As SGLang's, but no deeper than the request's policy may share."""
+        """The longest prefix that the request may take; a request of nobody's takes nothing."""
+        key = params.key
         state: RequestState | None = getattr(params.req, "sglang_kv", None)
-        limit = state.match_limit() if state is not None else None
-        plain = params
-        if limit is not None and len(params.key) > limit:
-            plain = MatchPrefixParams(
-                key=params.key[:limit], cow_mamba=params.cow_mamba, req=params.req
-            )
-        match = super().match_prefix(plain)
-        if state is None or self.disable:
-            return match
-        node = self.snapshots.find(state, params.key, longer_than=match.device_prefix_len)
-        if node is None:
-            return match
-        return MatchResult(
-            device_prefix_len=len(node.key),
-            last_device_node=node,
-            last_host_node=node,
-            best_match_node=node,
-        )
+        if self.disable or state is None:
+            return self._result(0, self.tree.root)
+        namespace = self._enter(state)
+        if namespace is None:
+            return self._result(0, self.tree.root)
+        limit, dense = len(key), state.match_limit()
+        plain_key = Key.of(key.token_ids, namespace)
+        most = limit if dense is None else min(dense, limit)
+        need = state.need if self.thinner is not None else None
+        if need is not None:
+            most = limit  # what full attention computed serves it anywhere
+        if resumable(state.plan):
+            name = under_policy(namespace, state.policy, thinned=state.need is not None)
+            own = plain_key._replace(namespace=name)
+            if self.tree.peek(own, limit=limit) > self.tree.peek(plain_key, limit=most, need=need):
+                plain_key, most, need = own, limit, None
+        found = self.tree.match(plain_key, limit=most, need=need)
+        return self._result(found.length, found.node)
 
-    def _match_prefix_helper(
-        self, node: TreeNode, key: RadixKey
-    ) -> tuple[list[torch.Tensor], TreeNode]:
-        values, last = super()._match_prefix_helper(node, key)
-        if not self._hollow:
-            return values, last
-        path = self._path(last)
-        for depth, step in enumerate(path):
-            if step in self._hollow:
-                return values[:depth], step.parent
-        return values, last
+    def _enter(self, state: RequestState) -> Namespace | None:
+        """The namespace of a request that is about to be computed, from its beginning on."""
+        if state.row < 0:  # between chunks it stays where it was
+            state.namespace = self.sharing.namespace_of(state.req, state.tenant)
+            if state.namespace is None:
+                state.req.skip_radix_cache_insert = True
+        return state.namespace
 
-    def checkpoint(self, req: Any, *, up_to: int) -> None:
+    def _is_current(self, state: RequestState) -> bool:
+        """Whether nothing was flushed that the request's prefixes belong to."""
+        return state.namespace == self.sharing.namespace_of(state.req, state.tenant)
+
+    def _result(self, length: int, node: PrefixNode) -> MatchResult:
+        return MatchResult(length, node, node, node)
+
+    def checkpoint(self, req: Any, *, up_to: int, **_: Any) -> None:
         """Take over what the request may publish, then let go of what it no longer reads."""
         state: RequestState = req.sglang_kv
-        if self.disable:
+        if self.disable or state.namespace is None or not self._is_current(state):
             self.ledger.settle(state)
             return
-        limit = state.publish_limit()
+        limit, computed = state.publish_limit(), up_to
         if limit is not None:
             up_to = min(up_to, limit)
         before, free = int(req.kv.cache_protected_len), self.ledger.pool.num_free
-        if up_to // self.page_size * self.page_size > before:
-            super().checkpoint(req, up_to=up_to)
+        whole = up_to // self.page_size * self.page_size
+        if whole > before:
+            self._publish(state, before, whole)
             if not state.private:
-                after = int(req.kv.cache_protected_len)
-                self.ledger.remap(state, before // self.page_size, after // self.page_size)
+                self.ledger.remap(state, before // self.page_size, whole // self.page_size)
+        if computed >= len(req.origin_input_ids):
+            self._credit(state)
         if not state.private:
             self.set_reader(state, req.last_node)
         self.ledger.settle(state)
         # Duplicates went back to the pool; whoever is still prefilling may need as many again.
         state.taken_pages -= self.ledger.pool.num_free - free
 
-    def _insert_helper(
-        self,
-        node: TreeNode,
-        key: RadixKey,
-        value: torch.Tensor,
-        priority: int = 0,
-        inserted_len: int = 0,
-    ) -> tuple[int, TreeNode]:
-        if self._hollow:
-            self._adopt(key, value)
-        known, last = super()._insert_helper(node, key, value, priority, inserted_len)
-        self._idle_tokens += len(key) - known
-        return known, last
+    def _publish(self, state: RequestState, before: int, end: int) -> None:
+        """Tokens ``before .. end`` of a request become the tree's, and its row names the tree's."""
+        req = state.req
+        row = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx, :end]
+        values = row.to(torch.int64, copy=True)
+        key = Key.of(req.full_untruncated_fill_ids[:end], state.namespace)
+        # Nobody has looked at an answer yet: an even share. Prompts are credited at their end.
+        done = self.tree.insert(key, values, prior=1.0 if state.credited else 0.0)
+        if state.goes_on is None:
+            state.goes_on = done.goes_on
+        prompt = len(req.origin_input_ids)
+        if self.page_size <= prompt < end:
+            # Split where the prompt ends, so that the answer can go without it.
+            self.tree.insert(key._replace(tokens=key.tokens[:prompt]), values)
+        self.token_to_kv_pool_allocator.free_segment(row[before : done.known], start_pos=before)
+        ids = self.path_device_indices(done.node)
+        self.req_to_token_pool.write((req.kv.req_pool_idx, slice(before, end)), ids[before:])
+        req.kv.cache_protected_len = end
+        self.unlock(req.lock)
+        req.lock = self.lock(done.node)
+        req.last_node = done.node
 
-    def _adopt(self, key: RadixKey, value: torch.Tensor) -> None:
-        """Fill the hollow nodes on ``key``'s path from the newcomer's token pages."""
-        node, done = self.root_node, 0
-        while done < len(key):
-            rest = key[done:]
-            child = node.children.get(rest.child_key(self.page_size))
-            if child is None:
-                return
-            matched = child.key.match(rest, page_size=self.page_size)
-            if matched == 0:
-                return
-            whole = matched == len(child.key)
-            if child in self._hollow:
-                if not whole:
-                    child = self._split_node(child.key, child, matched)
-                donor = self._token_pages(value[done : done + matched])
-                self.ledger.adopt(self._token_pages(child.value), donor)
-                self._hollow.discard(child)
-                self._idle_tokens += matched if child not in self._readers else 0
-            if not whole:
-                return
-            node, done = child, done + matched
-
-    def _split_node(self, key: RadixKey, child: TreeNode, split_len: int) -> TreeNode:
-        upper = super()._split_node(key, child, split_len)
-        if child in self._readers:
-            self._readers[upper] = self._readers[child]
-        if child in self._hollow:
-            self._hollow.add(upper)
-        return upper
-
-    def _delete_leaf(self, node: TreeNode) -> None:
-        assert node not in self._readers, "a node that a request reads was deleted"
-        if isinstance(node, SnapshotLeaf):
-            self.snapshots.forget(node)
-            self.snapshots.unlink(node)
+    def _credit(self, state: RequestState) -> None:
+        """Once, at its prompt's end: the request has used the path down to its node."""
+        if state.credited:
             return
-        super()._delete_leaf(node)
-        if node in self._hollow:
-            self._hollow.discard(node)
-        else:
-            self._idle_tokens -= len(node.key)
+        state.credited = True
+        node = state.req.last_node
+        worth = page_worth(state.mass, self.page_size, node.end // self.page_size, state.window)
+        state.mass = None
+        goes_on = bool(state.goes_on) or node.snapshot is not None
+        self.tree.credit(node, worth, goes_on=goes_on)
 
     # -- physical readers --
 
-    def set_reader(self, state: RequestState, node: TreeNode | None) -> None:
+    def set_reader(self, state: RequestState, node: PrefixNode | None) -> None:
         """``state`` reads the path down to ``node`` (None: nothing) and no other any more."""
         if self.disable or state.reader_node is node:
             return
-        # Count the new path first: what both share never drops to zero.
+        # The new path first: what both share is read all the time.
         if node is not None:
-            for step in self._path(node):
-                count = self._readers.get(step, 0)
-                self._readers[step] = count + 1
-                if count == 0 and self._holds_pages(step):
-                    self._idle_tokens -= len(step.key)
+            self.tree.read(node)
         if state.reader_node is not None:
-            for step in self._path(state.reader_node):
-                self._readers[step] -= 1
-                if self._readers[step] == 0:
-                    del self._readers[step]
-                    if self._holds_pages(step):
-                        self._idle_tokens += len(step.key)
+            self.tree.unread(state.reader_node)
         state.reader_node = node
-
-    def _holds_pages(self, node: TreeNode) -> bool:
-        """Whether the node's ids have memory: they have not if it was emptied, or is a snapshot."""
-        return node not in self._hollow and not isinstance(node, SnapshotLeaf)
-
-    @property
-    def read_nodes(self) -> Container[TreeNode]:
-        """Nodes that some request reads."""
-        return self._readers
 
     def pages_of_others(self, state: RequestState) -> int:
         """Leading token pages of ``state`` that another request reads through the tree."""
         if state.reader_node is None:
             return 0
-        shared = (n for n in self._path(state.reader_node) if self._readers.get(n, 0) > 1)
-        return sum(len(node.key) for node in shared) // self.page_size
+        return sum(len(n) for n in state.reader_node.path() if n.readers > 1) // self.page_size
 
     # -- where sessions go on --
+
+    def resume(self, state: RequestState) -> None:
+        """A request that matched a snapshot, or more of a prefix than its method would share,
+        begins with the streams of that."""
+        self.snapshots.resume(state)
+        if self.thinner is not None:
+            self.thinner.resume(state)
 
     def remember(self, state: RequestState) -> None:
         """A request is about to leave: if it has come to its end, the next turn may go on there."""
         req = state.req
         if (
             self.ledger.publishes(state)
+            and state.namespace is not None
+            and self._is_current(state)
             and req.finished()
             and not isinstance(req.finished_reason, FINISH_ABORT)
         ):
             self.snapshots.take(state, req.origin_input_ids + req.output_ids)
 
+    def left(self, state: RequestState) -> None:
+        """A request has left: what was flushed while it read it goes now."""
+        if state.namespace is not None and not self._is_current(state):
+            self._flush(lambda name: name._replace(policy=None) == state.namespace)
+
+    # -- memory --
+
     def idle_pages(self) -> int:
         """Head pages that nobody reads through the tree (some may be shared with a private
         request, and would not be freed by emptying their node)."""
-        of_nodes = self._idle_tokens // self.page_size * self.ledger.num_streams
-        return of_nodes + self.snapshots.idle_pages()
+        of_nodes = self.tree.idle_bytes - self.snapshots.idle_bytes()
+        return of_nodes // self.ledger.page_bytes + self.snapshots.idle_pages()
 
     def evict_pages(self, want_free: int) -> bool:
-        """Empty nodes that nobody reads, deepest and least recently used first, until
-        ``want_free`` head pages are free. Emptying a node may free no page, hence the loop.
-        """
+        """Take memory from nodes that nobody reads, the least worth first, until ``want_free``
+        head pages are free. A step may free no page, hence the loop."""
         pool = self.ledger.pool
-        if pool.num_free >= want_free:
-            return True
         if self.disable:
-            return False
-        candidates = [n for n in self._nodes() if self._can_empty(n)]
-        candidates += [n for n in self.snapshots.of_node if n not in self._readers]
-        heap = [(n.last_access_time, n.id, n) for n in candidates]
-        heapq.heapify(heap)
-        while heap and pool.num_free < want_free:
-            _, _, node = heapq.heappop(heap)
-            if node in self.snapshots.of_node:
-                self.snapshots.drop(node)
-                continue
-            parent = node.parent
-            self._empty(node)
-            if parent is not self.root_node and self._can_empty(parent):
-                heapq.heappush(heap, (parent.last_access_time, parent.id, parent))
+            return pool.num_free >= want_free
+        self.owner.stats.reason = "memory"
+        while pool.num_free < want_free and self.tree.evict_one() is not None:
+            pass
         return pool.num_free >= want_free
 
-    def _can_empty(self, node: TreeNode) -> bool:
-        return (
-            node not in self._readers
-            and node not in self._hollow
-            and all(child in self._hollow for child in node.children.values())
+    def admitted(self, state: RequestState) -> None:
+        """A request was given a row, for the first time."""
+        self.owner.stats.admitted(state.policy.name, int(state.req.prefix_len), state.known_tokens)
+
+    def stats(self) -> PrefixStats:
+        """What became of prefixes since start."""
+        stats = self.owner.stats
+        return PrefixStats(
+            dict(stats.hit_tokens),
+            dict(stats.prompt_tokens),
+            dict(stats.given_up),
+            stats.spread(self.tree),
         )
 
-    def _empty(self, node: TreeNode) -> None:
-        if node.lock_ref == 0 and not node.children:
-            # Nobody needs its ids either: out of both ledgers.
-            self.token_to_kv_pool_allocator.free_segment(node.value, start_pos=0)
-            self._delete_leaf(node)
-        else:
-            self.ledger.release_token_pages(self._token_pages(node.value))
-            self._hollow.add(node)
-            self._idle_tokens -= len(node.key)
-        self.kv_events.record_remove(node)
+    # -- flushing --
+
+    def flush_tenant(self, tenant: str) -> None:
+        """Forget a tenant's prefixes; what a request still reads serves nobody any more."""
+        self.sharing.start_anew(tenant)
+        self._flush(lambda namespace: self.sharing.is_of(namespace, tenant))
+
+    def weights_changed(self) -> None:
+        """Forget what other weights computed; what a request still reads serves nobody any more."""
+        self.sharing.weights += 1
+        self._flush(lambda namespace: True)
+
+    def _flush(self, which: Callable[[Namespace], bool]) -> None:
+        self.owner.stats.reason = "flush"
+        self.tree.flush({name for name in self.tree.namespaces() if which(name)})
+
+    def pretty_print(self) -> None:
+        """SGLang asks for this when it has run out of memory."""
+        print(as_text(as_json(self.tree)))
+
+    def dump(self) -> dict[str, Any]:
+        """The tree's most important nodes, for ``/server_info``."""
+        return as_json(self.tree, most=SHOWN)
 
     def check(self) -> None:
-        """Raise unless the counts agree with a walk over all nodes (for tests)."""
-        idle = sum(
-            len(node.key)
-            for node in self._nodes()
-            if node not in self._readers and node not in self._hollow
-        )
-        assert idle == self._idle_tokens, f"{self._idle_tokens} idle tokens counted, {idle} found"
-        for node in self._hollow:
-            assert node not in self._readers, "a request reads an emptied node"
-            assert all(c in self._hollow for c in node.children.values()), "resident under hollow"
-
-    # -- walking --
-
-    def _path(self, node: TreeNode) -> list[TreeNode]:
-        """Nodes from below the root down to ``node``."""
-        path = []
-        while node is not self.root_node:
-            path.append(node)
-            node = node.parent
-        path.reverse()
-        return path
-
-    def _nodes(self) -> list[TreeNode]:
-        found, stack = [], list(self.root_node.children.values())
-        while stack:
-            node = stack.pop()
-            found.append(node)
-            stack.extend(node.children.values())
-        return found
-
-    def _token_pages(self, ids: torch.Tensor) -> NDArray[np.int64]:
-        return ids[:: self.page_size].cpu().numpy().astype(np.int64) // self.page_size
+        """Raise unless the tree's books agree with a walk over all nodes (for tests)."""
+        self.tree.check()
+        self.snapshots.check()

@@ -8,6 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sglang_kv.compression import Compressor, FoldPlan, Plan, WindowPlan
+from sglang_kv.radix.key import Namespace
+from sglang_kv.radix.node import Thin
+from sglang_kv.worth import QUERIES
 
 #: Last queries of a prompt that say what its pages are worth, where pressure may take some.
 SCORED_QUERIES = 32
@@ -24,12 +27,24 @@ class RequestState:
         *,
         overridden: bool = False,
         evictable: bool = False,
+        tenant: str | None = None,
+        measures: bool = False,
+        need: Thin | None = None,
     ):
         self.req = req
         self.policy = policy
         self.plan = plan
         self.overridden = overridden
         self.evictable = evictable  # may give up pages under pressure
+        self.tenant = tenant  # whose prefixes it may share, as the server found
+        self.namespace: Namespace | None = None  # set when it is matched
+        self.credited = False  # the tree has learned what its prompt was worth
+        # Whether its last queries say what its prompt is worth to them, and what they said.
+        self.measures = measures and not isinstance(plan, WindowPlan)
+        self.mass: Any | None = None
+        self.window = 0  # of so many queries
+        self.need = need  # what it needs of a thinned prefix, if it asked for such
+        self.goes_on: bool | None = None  # its prompt only goes on where an earlier one ended
         self.counted = False
         self.reader_node: Any | None = None
         shape = (plan.geometry.num_layers, plan.geometry.num_kv_heads)
@@ -42,12 +57,14 @@ class RequestState:
         self.row = -1
         self.slot = 0
         self.score_slot = -1  # in the score table, while its queries are scored
+        self.scoring = False  # some of its queries are still to be
         self.positions: Any | None = None  # of what a fold kept, where later folds need them
         self.length = 0  # tokens with memory, all computed by forwards already submitted
         self.counts[:] = 0  # pages in each stream's list
         self.peak_pages = 0  # promised while prefilling, else 0
         self.taken_pages = 0  # of those: taken from the pool, and not yet given back to it
         self.folded_at = -1  # position up to which the policy has been applied
+        self.thinned_prefix = 0  # tokens that it went on from, of a prefix that it had asked for
         self.evicted = 0  # stream-tokens taken under pressure
         self.offset = 0  # what its logical positions are ahead of those the model is told
         self.private = False
@@ -79,13 +96,31 @@ class RequestState:
         """Of the queries at ``begin .. end``: the first that is scored, from ``begin``; or None."""
         plan = self.plan
         if not self.scores:
-            return None
+            return self._measured_queries(begin, end)
         last = len(self.req.origin_input_ids)  # a chunk ends there: see `next_stop`
         if isinstance(plan, FoldPlan):
             assert plan.fold_at is not None
             last = end if plan.score_on else plan.fold_at
         first = self.score_from
         return max(first - begin, 0) if end > first and begin < last else None
+
+    def _measured_queries(self, begin: int, end: int) -> int | None:
+        prompt = len(self.req.origin_input_ids)
+        # Computed again, answer and all, its prompt's last queries are no longer the last.
+        if not self.measures or end != prompt or begin >= end:
+            return None
+        return max(prompt - QUERIES, begin) - begin
+
+    @property
+    def measured_window(self) -> int | None:
+        """Queries of which what is scored at its prompt's end is the sum; None: it is no measure
+        of what the prompt's pages are worth."""
+        prompt = len(self.req.origin_input_ids)
+        if not self.measures or self.private or self.length != prompt or self.score_slot < 0:
+            return None
+        window = prompt - self.score_from if self.scores else QUERIES
+        # Summed over most of a prompt, early tokens have more for being seen by more.
+        return window if window <= max(QUERIES, prompt // 2) else None
 
     @property
     def score_from(self) -> int:
@@ -153,5 +188,7 @@ class RequestState:
         }
         if self.evicted:
             self._last["evicted_tokens"] = self.evicted // geometry.num_streams
+        if self.thinned_prefix:
+            self._last["thinned_prefix_tokens"] = self.thinned_prefix
         if self.overridden:
             self._last["overridden"] = True

@@ -12,15 +12,23 @@ from sglang_kv.compression import Plan, PolicyError, WindowPlan
 
 if TYPE_CHECKING:
     from sglang_kv.config import Options
+    from sglang_kv.namespaces import Sharing
     from sglang_kv.state import LedgerStats, PhysicalLedger
+    from sglang_kv.thinning import Thinner
 
 
 @dataclass
 class Runtime:
-    """Options and the physical ledger."""
+    """Options, the physical ledger, and what the prefix tree is built with."""
 
     options: Options
     ledger: PhysicalLedger
+    sharing: Sharing
+    crossover: float
+    #: Whether prompts say what they were worth to them.
+    measures: bool = False
+    #: What prefixes are thinned to; None: never.
+    thinner: Thinner | None = None
 
     def refusal(self, plan: Plan) -> str | None:
         """Why this model cannot be served by such a plan, or None."""

@@ -6,16 +6,13 @@ gone. What can be kept is the state of all streams at one position. A snapshot h
 pages of each stream, their lengths, and how far positions have moved down. It is valid for the same
 policy after the very same tokens, and only at its end.
 
-To SGLang a snapshot is a leaf of the prefix tree with ids for all its tokens, which is not among
-the root's children: no other key leads to it.
+In the tree a snapshot hangs at the end of a node, under its policy's namespace. The nodes on the
+way have ids, so that locks, evictions and the leak check work as for any prefix, and no memory.
 """
 
 from __future__ import annotations
 
-import json
-import time
 from array import array
-from bisect import insort
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -23,23 +20,18 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
-from sglang.srt.mem_cache.radix_cache import RadixKey, TreeNode
 
 from sglang_kv.compression import WindowPlan
 from sglang_kv.compression.plan import Counts
+from sglang_kv.namespaces import under_policy
 from sglang_kv.pool import Pages
+from sglang_kv.radix.key import Key
 from sglang_kv.request import RequestState
 from sglang_kv.streams import GAP, KV_LEN
 
 if TYPE_CHECKING:
+    from sglang_kv.owner import PrefixNode
     from sglang_kv.prefix_cache import HeadPageRadixCache
-
-#: Who may resume: namespace, salt, method and parameters.
-Identity = tuple[Any, Any, str, str]
-
-
-class SnapshotLeaf(TreeNode):
-    """SGLang's view of a snapshot."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,15 +39,12 @@ class Snapshot:
     """The streams of a request at ``length`` tokens, whole pages all of them.
 
     Args:
-        raw: the tokens that were computed, as bytes.
         pages: the page lists of all streams, end to end; one reference each.
         counts: pages of each stream, ``[layers, kv_heads]``.
         desc: (kv_len, gap, num_sinks, window_left) of each stream.
         offset: what its logical positions are ahead of those the model was told.
     """
 
-    identity: Identity
-    raw: bytes
     length: int
     pages: Pages
     counts: Counts
@@ -66,19 +55,16 @@ class Snapshot:
 class SnapshotStore:
     """The snapshots of one prefix tree."""
 
-    def __init__(self, tree: HeadPageRadixCache):
-        self.tree = tree
-        self.ledger = tree.ledger
-        self.of_node: dict[SnapshotLeaf, Snapshot] = {}
-        #: The longest first, so that the first hit of a search is the best.
-        self._by_identity: dict[Identity, list[SnapshotLeaf]] = {}
+    def __init__(self, cache: HeadPageRadixCache):
+        self.cache = cache
+        self.ledger = cache.ledger
+        self.of_node: dict[PrefixNode, Snapshot] = {}
         #: References that snapshots hold, by page.
         self.refs: NDArray[np.int32] = np.zeros_like(self.ledger.pool.refs)
 
     def clear(self) -> None:
         """Everything was flushed, the pool too."""
         self.of_node.clear()
-        self._by_identity.clear()
         self.refs[:] = 0
 
     def idle_pages(self) -> int:
@@ -86,6 +72,10 @@ class SnapshotStore:
         if not self.of_node:
             return 0
         return int(((self.refs > 0) & (self.refs == self.ledger.pool.refs)).sum())
+
+    def idle_bytes(self) -> int:
+        """What snapshots that nobody reads weigh in the tree, shared pages several times."""
+        return sum(node.bytes for node in self.of_node if node.readers == 0)
 
     # -- taking --
 
@@ -105,66 +95,59 @@ class SnapshotStore:
         behind = plan.window.first_page(length - state.offset, size) - plan.window.sink_pages(size)
         if (desc[:, :, GAP] > behind * size).any() or (desc[:, :, KV_LEN] <= 0).any():
             return  # its window has moved on
-        identity, raw = identity_of(state), ids[:length].tobytes()
-        earlier = [n for n in self._by_identity.get(identity, ()) if self._begins(raw, n)]
-        if earlier and self.of_node[earlier[0]].length == length:
-            return
-        for node in earlier[1:]:
-            if node not in self.tree.read_nodes:
-                self.drop(node)
-        names = self._names(length)
+        assert state.namespace is not None
+        own = under_policy(state.namespace, state.policy, thinned=state.need is not None)
+        key = Key.of(ids[:length], own)
+        names = self._names(key)
         if names is None:
             return
         counts = desc[:, :, KV_LEN].astype(np.int64) // size
         table = self.ledger.streams.table[state.slot]
         pages = table[np.arange(table.shape[2]) < counts[..., None]]
-        self.ledger.pool.share(pages)
-        np.add.at(self.refs, pages, 1)
-        node = self._leaf(ids[:length], names)
-        self.of_node[node] = Snapshot(identity, raw, length, pages, counts, desc, state.offset)
-        others = self._by_identity.setdefault(identity, [])
-        insort(others, node, key=lambda n: -self.of_node[n].length)
+        snapshot = Snapshot(length, pages, counts, desc, state.offset)
+        # Worth what an unmeasured prompt is; whoever goes on from it adds to that.
+        done = self.cache.tree.insert_snapshot(key, names, snapshot, prior=1.0)
+        earlier = [node for node in done.node.path()[:-1] if node.snapshot is not None]
+        for node in earlier[:-1]:
+            if not node.readers:
+                self.cache.tree.drop(node)
 
-    def _begins(self, raw: bytes, node: SnapshotLeaf) -> bool:
-        return raw.startswith(self.of_node[node].raw)
+    def _names(self, key: Key) -> torch.Tensor | None:
+        """Ids for the tokens that the tree has none for; they never get memory of their own.
 
-    def _names(self, count: int) -> torch.Tensor | None:
-        """Ids of the virtual ledger for as many tokens; they never get memory of their own."""
-        allocator = self.tree.token_to_kv_pool_allocator
-        missing = count - allocator.available_size()
+        int64 ``[tokens of the key]``, of which the known ones are left out; None: too few are left.
+        """
+        tree, allocator = self.cache.tree, self.cache.token_to_kv_pool_allocator
+        length = len(key.tokens)
+        missing = length - tree.known(key) - allocator.available_size()
         if missing > 0:
             # What is freed within a group comes free at its end: nothing would be won.
-            if missing > self.tree.evictable_size() or allocator.free_group is not None:
+            if missing > self.cache.evictable_size() or allocator.free_group is not None:
                 return None
-            self.tree.evict(EvictParams(num_tokens=missing))
-        names: torch.Tensor | None = allocator.alloc(count)
+            self.cache.evict(EvictParams(num_tokens=missing))
+        known = tree.known(key)  # some of them may just have gone
+        if length - known > allocator.available_size():
+            return None
+        names = torch.zeros(length, dtype=torch.int64)
+        if known < length:
+            names[known:] = allocator.alloc(length - known)
         return names
 
-    def _leaf(self, tokens: array[int], names: torch.Tensor) -> SnapshotLeaf:
-        node = SnapshotLeaf()
-        node.parent = self.tree.root_node
-        node.key, node.value = RadixKey(tokens), names
-        self.tree.evictable_size_ += len(tokens)
-        self.tree.evictable_leaves.add(node)
-        return node
+    def stored(self, node: PrefixNode) -> None:
+        """The tree has taken a snapshot: from now on it holds its pages."""
+        snapshot = node.snapshot
+        assert isinstance(snapshot, Snapshot)
+        self.ledger.pool.share(snapshot.pages)
+        np.add.at(self.refs, snapshot.pages, 1)
+        self.of_node[node] = snapshot
 
-    # -- finding, and going on from one --
+    def forget(self, node: PrefixNode) -> None:
+        """The tree gives a snapshot up."""
+        snapshot = self.of_node.pop(node)
+        np.subtract.at(self.refs, snapshot.pages, 1)
+        self.ledger.pool.release(snapshot.pages)
 
-    def find(self, state: RequestState, key: RadixKey, longer_than: int) -> SnapshotLeaf | None:
-        """The longest snapshot from which a request with these tokens may go on."""
-        if not self.of_node or not resumable(state.plan):
-            return None
-        nodes = self._by_identity.get(identity_of(state))
-        if not nodes:
-            return None
-        raw = key.token_ids[: len(key)].tobytes()
-        for node in nodes:
-            if self.of_node[node].length <= longer_than:
-                return None
-            if self._begins(raw, node):
-                node.last_access_time = time.monotonic()
-                return node
-        return None
+    # -- going on from one --
 
     def resume(self, state: RequestState) -> None:
         """A request that matched a snapshot begins with its streams."""
@@ -186,60 +169,38 @@ class SnapshotStore:
 
     def _read_by(self, state: RequestState) -> Snapshot | None:
         """The snapshot that a request is about to go on from."""
-        node = state.reader_node
-        return self.of_node.get(node) if isinstance(node, SnapshotLeaf) else None
+        return None if state.reader_node is None else state.reader_node.snapshot
 
-    def copies_ahead(self, state: RequestState, node: TreeNode, length: int) -> int:
+    def copies_ahead(self, state: RequestState, node: PrefixNode, length: int) -> int:
         """Pages that a prefill from ``node`` to ``length`` tokens takes besides: keys that it turns
         are the snapshot's, too, and have to be copied."""
-        snapshot = self.of_node.get(node) if isinstance(node, SnapshotLeaf) else None
+        snapshot: Snapshot | None = node.snapshot
         trained = self.ledger.trained_length
         if snapshot is None or trained is None or not state.cache_positions:
             return 0
         return len(snapshot.pages) if length - snapshot.offset > trained else 0
 
-    # -- letting go --
-
     def drop_of(self, state: RequestState) -> bool:
         """Give up the snapshot that a request would go on from; False: there is none."""
         node = state.reader_node
-        if not isinstance(node, SnapshotLeaf) or node not in self.of_node:
+        if node is None or node.snapshot is None:
             return False
-        self.tree.set_reader(state, None)
-        self.drop(node)
+        self.cache.set_reader(state, None)
+        if node.readers:
+            return False
+        self.cache.tree.drop(node)
         return True
 
-    def drop(self, node: SnapshotLeaf) -> None:
-        """Give up a snapshot's pages, and its ids unless a request has them in its row."""
-        self.forget(node)
-        if node.lock_ref == 0:
-            self.tree.token_to_kv_pool_allocator.free_segment(node.value, start_pos=0)
-            self.unlink(node)
-
-    def forget(self, node: SnapshotLeaf) -> None:
-        """Give up a snapshot's pages, if it still is one."""
-        snapshot = self.of_node.pop(node, None)
-        if snapshot is None:
-            return
-        others = self._by_identity[snapshot.identity]
-        others.remove(node)
-        if not others:
-            del self._by_identity[snapshot.identity]
-        np.subtract.at(self.refs, snapshot.pages, 1)
-        self.ledger.pool.release(snapshot.pages)
-
-    def unlink(self, node: SnapshotLeaf) -> None:
-        """Out of SGLang's books; its ids are free already."""
-        self.tree.evictable_size_ -= len(node.key)
-        self.tree.evictable_leaves.discard(node)
+    def check(self) -> None:
+        """Raise unless these are the tree's snapshots and their references add up (for tests)."""
+        found = {node for node in self.cache.tree.nodes() if node.snapshot is not None}
+        assert found == set(self.of_node), "snapshots are lost, or were not forgotten"
+        refs = np.zeros_like(self.refs)
+        for snapshot in self.of_node.values():
+            np.add.at(refs, snapshot.pages, 1)
+        assert (refs == self.refs).all(), "pages of snapshots are counted wrongly"
 
 
 def resumable(plan: Any) -> bool:
     """Whether a request's end is a place to go on from: its window moves and nothing else does."""
     return isinstance(plan, WindowPlan) and plan.fold_at is None and not plan.dense_first_chunk
-
-
-def identity_of(state: RequestState) -> Identity:
-    req, policy = state.req, state.policy
-    parameters = json.dumps(policy.parameters, sort_keys=True, default=str)
-    return (req.extra_key, req.cache_salt, policy.name, parameters)

@@ -7,11 +7,14 @@ from typing import Any
 
 from sglang_kv.config import Options
 from sglang_kv.kernel_paths import AUTO, BACKENDS
+from sglang_kv.radix.orders import ORDERS
 
 #: The prefix cache; and the attention backend that picks its kernels by device.
 BACKEND = AUTO
 #: Token pages of 16: 4 KiB of K and V at head_dim 64 in bf16, one page of memory to fetch.
 DEFAULT_PAGE_SIZE = 16
+#: Which prefixes go first where the operator does not say.
+DEFAULT_ORDER = "importance"
 
 _COMBINED = "--kv-compression cannot be combined with: "
 
@@ -56,6 +59,8 @@ def fill_defaults(server_args: Any, previous: Callable[[Any], None]) -> None:
             wanted["attention_backend"] = BACKEND
         if view.radix_cache_backend is None:
             wanted["radix_cache_backend"] = BACKEND
+        if not view._radix_eviction_policy_explicitly_set:  # noqa: SLF001  # the value is "lru"
+            wanted["radix_eviction_policy"] = DEFAULT_ORDER
         if view.page_size is None:
             wanted["page_size"] = DEFAULT_PAGE_SIZE
         if wanted:
@@ -119,6 +124,10 @@ def _problems(args: Any) -> list[str]:
         (
             args.radix_cache_backend != BACKEND,
             f"--radix-cache-backend {args.radix_cache_backend} (leave it out)",
+        ),
+        (
+            args.radix_eviction_policy not in ORDERS,
+            f"--radix-eviction-policy {args.radix_eviction_policy} (there are {', '.join(ORDERS)})",
         ),
         (args.disaggregation_mode != "null", "prefill/decode disaggregation"),
         (args.enable_hierarchical_cache, "--enable-hierarchical-cache"),

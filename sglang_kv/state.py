@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sglang_kv.compression import FoldPlan, Geometry, WindowPlan
+from sglang_kv.compression.plan import Mask
 from sglang_kv.drop import Dropper
 from sglang_kv.fold import Folder
 from sglang_kv.pool import HeadPagePool, Pages
@@ -37,8 +38,6 @@ class Snapshots(Protocol):
     """What the ledger asks of the ends of sessions that the tree keeps."""
 
     refs: NDArray[np.int32]
-
-    def resume(self, state: RequestState) -> None: ...
 
     def copies_ahead(self, state: RequestState, node: Any, length: int) -> int: ...
 
@@ -58,10 +57,37 @@ class Readers(Protocol):
 
     def pages_of_others(self, state: RequestState) -> int: ...
 
+    def resume(self, state: RequestState) -> None: ...
+
     def remember(self, state: RequestState) -> None: ...
+
+    def left(self, state: RequestState) -> None: ...
+
+    def admitted(self, state: RequestState) -> None: ...
+
+    def stats(self) -> PrefixStats: ...
+
+    def dump(self) -> dict[str, Any]: ...
 
     @property
     def snapshots(self) -> Snapshots: ...
+
+
+@dataclass(frozen=True)
+class PrefixStats:
+    """A reading of the prefix tree, in tokens.
+
+    Args:
+        hit_tokens: of prompts, those that came from the tree, by method, once per request.
+        prompt_tokens: of the same prompts, all.
+        given_up: by ``step/reason`` (`tree_stats.TreeStats`).
+        importance: tokens with memory, by importance up to so much.
+    """
+
+    hit_tokens: dict[str, int]
+    prompt_tokens: dict[str, int]
+    given_up: dict[str, int]
+    importance: dict[str, int]
 
 
 @dataclass(frozen=True)
@@ -80,6 +106,7 @@ class LedgerStats:
     dropped_tokens: float
     folds: int
     evicted_tokens: float = 0.0
+    prefixes: PrefixStats | None = None  # None: there is no prefix tree
 
 
 class PhysicalLedger:
@@ -152,12 +179,14 @@ class PhysicalLedger:
         state.slot = self.streams.take()
         self.rows[row] = state
         self.row_to_slot[row] = state.slot
-        self.scored += state.scores
+        self._watch(state, state.scores or (state.measures and not state.credited))
         if isinstance(state.plan, WindowPlan) and state.plan.cache_positions:
             self.streams.last_position[state.slot] = state.plan.last_position
         if not state.counted:
             state.counted = True
             self.requests_total[state.policy.name] += 1
+            if self.tree is not None:
+                self.tree.admitted(state)
 
     def alloc_to_lengths(
         self, *, req_pool_indices_cpu: torch.Tensor, target_seq_lens_cpu: torch.Tensor
@@ -167,7 +196,7 @@ class PhysicalLedger:
         for row, target in pairs:
             state = self.rows[row]
             if state.length == 0 and self.tree is not None:
-                self.tree.snapshots.resume(state)
+                self.tree.resume(state)
             with self.folder.after_forwards():
                 self.dropper.drop(state, max(state.length, int(state.req.prefix_len)))
                 self.dropper.rebase(state, target)
@@ -183,11 +212,13 @@ class PhysicalLedger:
         if self.tree is not None:
             self.tree.remember(state)
         state.note(self.page_bytes, float(self.streams.desc[state.slot, :, :, KV_LEN].mean()))
-        self.scored -= state.scores
+        self._watch(state, False)
         if state.private:
             self.pool.release(self.lists(state))
         self.folder.forget(state)
         self.forget_reader(state)
+        if self.tree is not None:
+            self.tree.left(state)
         self.prefilling.discard(state)
         self.streams.give(state.slot)
         self.row_to_slot[row] = 0
@@ -264,12 +295,29 @@ class PhysicalLedger:
             state: RequestState | None = getattr(req, "sglang_kv", None)
             if state is None or state.row < 0:
                 continue
-            state.awaiting_checkpoint = True
+            state.awaiting_checkpoint = not req.skip_radix_cache_insert
             with self.folder.after_forwards():
+                self._measure(state)
                 self.dropper.drop(state, state.length)
             if req.extend_end >= len(req.full_untruncated_fill_ids):
                 state.peak_pages = 0
                 self.prefilling.discard(state)
+
+    def _measure(self, state: RequestState) -> None:
+        """At its prompt's end: what the prompt was worth to its last queries."""
+        if state.length < len(state.req.origin_input_ids):
+            return
+        window = state.measured_window
+        if window is not None:
+            state.mass, state.window = self.folder.mass(state), window
+        if not state.scores:
+            self.folder.forget(state)
+            self._watch(state, False)
+
+    def _watch(self, state: RequestState, scoring: bool) -> None:
+        """Whether some of a request's queries are still to be scored."""
+        self.scored += scoring - state.scoring
+        state.scoring = scoring
 
     def count_dropped(self, tokens: int) -> None:
         self.dropped += tokens
@@ -309,6 +357,16 @@ class PhysicalLedger:
         heads = self.page_table[token_pages].reshape(-1)
         freed = self.pool.release(heads[heads >= 0])
         self.page_table[token_pages] = -1
+        return freed
+
+    def thin_token_pages(self, token_pages: NDArray[np.int64], streams: Mask) -> int:
+        """Token pages give up the head pages of some streams, ``[layers, kv_heads]``; return how
+        many got free."""
+        heads = self.page_table[token_pages]
+        lost = heads[:, streams]
+        freed = self.pool.release(lost[lost >= 0])
+        heads[:, streams] = -1
+        self.page_table[token_pages] = heads
         return freed
 
     def adopt(self, hollow: NDArray[np.int64], donor: NDArray[np.int64]) -> None:
@@ -373,6 +431,7 @@ class PhysicalLedger:
             dropped_tokens=self.dropped / self.num_streams,
             folds=self.folds,
             evicted_tokens=self.evicted / self.num_streams,
+            prefixes=self.tree.stats() if self.tree is not None else None,
         )
 
     def check(self) -> None:

@@ -273,6 +273,20 @@ def test_eviction_needs_a_server_that_does_it() -> None:
         Options(method="none").evictable("evict")
 
 
+def test_thinned_prefixes_need_a_server_that_has_them() -> None:
+    thinning = Options(method="none", prefix_thinning=True)
+    assert thinning.takes_thinned("thinned")
+    for value in [*NOT_PRESSURES, *NOT_FINITE]:
+        with pytest.raises(PolicyError, match=r"^kv_prefix: must be exact or thinned") as caught:
+            thinning.takes_thinned(value)
+        assert len(str(caught.value)) < 200
+    for options in (thinning, Options(method="none")):
+        assert not options.takes_thinned(None)
+        assert not options.takes_thinned("exact")
+    with pytest.raises(PolicyError, match="kv_prefix: this server was started without --prefix-th"):
+        Options(method="none").takes_thinned("thinned")
+
+
 @pytest.mark.parametrize("floor", [0, 0.0, -0.5, 1.001, 2, float("nan"), float("inf"), True, "0.5"])
 def test_the_floor_is_a_share(floor: Any) -> None:
     with pytest.raises(PolicyError, match="--kv-pressure-floor: must be above 0 and at most 1"):

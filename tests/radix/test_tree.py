@@ -312,3 +312,38 @@ def test_check_finds_what_is_wrong() -> None:
             tree.check()
         setattr(node, spoil, good)
         tree.check()
+
+
+def test_ids_are_known_with_memory_or_without() -> None:
+    tree, owner = lru_tree()
+    node = tree.insert(Key.of(range(8)), range(8)).node
+    tree.lock(node)
+    assert tree.evict_one() is not None
+    assert node.state is State.HOLLOW
+    assert tree.peek(Key.of(range(8))) == 0
+    assert [tree.known(Key.of(range(n))) for n in (8, 7, 3, 1)] == [8, 6, 2, 0]
+    assert tree.known(Key.of([0, 1, 2, 9, 4, 5])) == 2
+    assert tree.known(Key.of(range(8), Namespace(tenant="b"))) == 0
+    assert owner.log == [("stored", 0, 8), ("emptied", 0, 8)]  # looking splits nothing
+
+
+def test_a_node_may_go_out_of_turn() -> None:
+    tree, owner = lru_tree()
+    key = Key.of(range(8), Namespace(policy="p"))
+    first = tree.insert_snapshot(key._replace(tokens=key.tokens[:4]), range(4), "early").node
+    last = tree.insert_snapshot(key, range(8), "late").node
+    tree.read(last)
+    with pytest.raises(ValueError, match="cannot be dropped"):
+        tree.drop(last)
+    assert tree.drop(first).step == "snapshot"  # its ids stay: `last` hangs below it
+    with pytest.raises(ValueError, match="cannot be dropped"):
+        tree.drop(first)
+    tree.unread(last)
+    assert tree.drop(last).step == "remove"
+    tree.check()
+    upper = tree.insert(Key.of(range(4)), range(4)).node
+    lower = tree.insert(Key.of(range(6)), range(6)).node
+    with pytest.raises(ValueError, match="cannot be dropped"):
+        tree.drop(upper)
+    assert tree.drop(lower).step == tree.drop(upper).step == "remove"
+    assert owner.log[-1] == ("removed", 0, 4, True)

@@ -30,6 +30,7 @@ SERVERS: dict[str, dict[str, Any]] = {
         "args": [
             *("--kv-compression", "streamingllm", "--kv-compression-allow", "streamingllm"),
             *("--kv-compression-config", json.dumps({"sinks": 4, "recent": 60})),
+            *("--prefix-sharing", "tenant", "--tenant-header", "X-Tenant", "--enable-cache-report"),
             *("--max-total-tokens", "3000"),
         ],
     },

@@ -16,7 +16,7 @@ from sglang.srt.managers.scheduler_components.pool_stats_observer import PoolSta
 from sglang.srt.observability.metrics_collector import SchedulerStats
 from sglang.srt.plugins.hook_registry import HookType, _wrap_fn
 
-from sglang_kv import metrics, report
+from sglang_kv import metrics, prefix_metrics, report, tenants
 from sglang_kv.state import LedgerStats
 
 LABELS = {"model_name": "m", "tp_rank": "0"}
@@ -285,7 +285,7 @@ def test_capacity_is_physical_wherever_it_is_told(ledger: FakeRuntime) -> None:
 # The host's side of the contract -----------------------------------------------------------------
 
 
-HOOKS = metrics.HOOKS + report.HOOKS
+HOOKS = metrics.HOOKS + report.HOOKS + prefix_metrics.HOOKS + tenants.HOOKS
 
 
 @pytest.mark.parametrize(("target", "hook", "kind"), HOOKS, ids=[target for target, *_ in HOOKS])

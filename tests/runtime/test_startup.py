@@ -53,6 +53,19 @@ BAD_FLAGS: dict[str, tuple[list[str], str]] = {
         [*ON, "--kv-pressure", "evict", "--kv-pressure-floor", "nan"],
         "--kv-pressure-floor: must be above 0 and at most 1, got nan",
     ),
+    "sharing by nobody known": ([*ON, "--prefix-sharing", "some"], "invalid choice: 'some'"),
+    "header without tenants": (
+        [*ON, "--tenant-header", "X-Tenant"],
+        "--tenant-header needs --prefix-sharing tenant",
+    ),
+    "sharing without method": (
+        ["--prefix-sharing", "off"],
+        "--prefix-sharing needs --kv-compression METHOD",
+    ),
+    "thinning without method": (
+        ["--prefix-thinning"],
+        "--prefix-thinning needs --kv-compression METHOD",
+    ),
     "virtual tokens are negative": ([*ON, "--kv-virtual-tokens", "-1"], "virtual-tokens: must not"),
 }
 
@@ -66,6 +79,10 @@ REFUSED: dict[str, tuple[list[str], str]] = {
     "prefill backend": (["--prefill-attention-backend", "torch_native"], "--prefill-attention"),
     "page size": (["--page-size", "64"], "--page-size 64 (1, 16 and 32 are supported)"),
     "tree": (["--radix-cache-backend", "python"], "--radix-cache-backend python"),
+    "eviction order": (
+        ["--radix-eviction-policy", "priority"],
+        "--radix-eviction-policy priority (there are importance, lru, lfu, slru, cost)",
+    ),
     "hierarchical cache": (["--enable-hierarchical-cache"], "--enable-hierarchical-cache"),
     "disaggregation": (["--disaggregation-mode", "prefill"], "prefill/decode disaggregation"),
     "fp8 KV": (["--kv-cache-dtype", "fp8_e5m2"], "--kv-cache-dtype fp8_e5m2"),
@@ -120,6 +137,8 @@ GOOD: dict[str, list[str]] = {
         *(CONFIG, '{"recent": 100}', "--kv-compression-allow", "none, streamingllm"),
         *("--kv-compression-min-keep", "64", "--kv-compression-override", "server"),
         *("--kv-virtual-tokens", "100000", "--page-size", "32"),
+        *("--prefix-sharing", "tenant", "--tenant-header", "X-Tenant", "--prefix-thinning"),
+        *("--radix-eviction-policy", "importance"),
     ],
     "preset": [
         *("--kv-preset", "document", CONFIG, '{"threshold": 0.3}'),
@@ -188,6 +207,8 @@ def test_help_tells_of_the_flags(starts: dict[str, tuple[int, str]]) -> None:
         assert f"\n  --kv-compression{flag} " in text
     for flag in ("virtual-tokens", "preset", "gates", "pressure", "pressure-floor"):
         assert f"\n  --kv-{flag} " in text
+    for flag in ("prefix-sharing", "tenant-header", "prefix-thinning"):
+        assert f"\n  --{flag} " in text
     assert "streamingllm: attention sinks" in " ".join(text.split())
 
 

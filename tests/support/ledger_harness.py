@@ -26,10 +26,12 @@ from sglang_kv.fold import Folder
 from sglang_kv.kernels.layout import GAP, KV_LEN
 from sglang_kv.kernels.reference import visible_mask
 from sglang_kv.ledger import LedgerAllocator
+from sglang_kv.namespaces import Sharing
 from sglang_kv.pool import HeadPagePool
 from sglang_kv.prefix_cache import HeadPageRadixCache
 from sglang_kv.request import RequestState
 from sglang_kv.state import PhysicalLedger
+from sglang_kv.thinning import Thinner, require_need, takes_thinned, thinning_plan
 
 LAYERS, HEADS, CONTEXT = 2, 3, 512
 GATES = HeadGates(
@@ -40,11 +42,25 @@ GATES = HeadGates(
 class Req:
     """The fields of SGLang's ``Req`` that the ledgers and the tree touch."""
 
-    def __init__(self, prompt: list[int], policy: Compressor, *, evictable: bool = False):
+    def __init__(
+        self,
+        prompt: list[int],
+        policy: Compressor,
+        *,
+        evictable: bool = False,
+        tenant: str | None = None,
+        salt: str | None = None,
+        extra_key: str | None = None,
+        lora_id: str | None = None,
+        thinned: bool = False,
+    ):
         self.origin_input_ids = array("q", prompt)
         self.output_ids = array("q")
         self.kv = ReqKvInfo()
-        self.extra_key = self.cache_salt = None
+        # SGLang joins the two.
+        self.extra_key = extra_key if lora_id is None else (extra_key or "") + lora_id
+        self.cache_salt, self.lora_id = salt, lora_id
+        self.tenant, self.thinned = tenant, thinned
         self.priority = 0
         self.skip_radix_cache_insert = False
         self.lock: Any = None
@@ -56,6 +72,7 @@ class Req:
         self.finished_reason = None
         self.digests: dict[int, int] = {}
         self.dense_until = CONTEXT  # tokens after a drop have other KV
+        self.taken_dense = 0  # tokens that it went on from and full attention computed
         self.sglang_kv: RequestState = None  # type: ignore[assignment]  # from `Harness.admit` on
 
     @property
@@ -75,6 +92,11 @@ class Harness:
         virtual_tokens: int = 2048,
         rows: int = 16,
         disable_tree: bool = False,
+        order: str = "lru",
+        sharing: Sharing | None = None,
+        thinned_for: Compressor | None = None,
+        measures: bool = False,
+        events: bool = False,
     ):
         self.page_size = page_size
         self.rows = ReqToTokenPool(rows, CONTEXT, "cpu", False)
@@ -96,16 +118,25 @@ class Harness:
         )
         self.allocator.ledger = self.ledger
         self.rows.attach_aux_cache(self.ledger)
+        self.measures = measures
+        thinner = None
+        if thinned_for is not None:
+            thinner = Thinner.of(self.ledger, thinning_plan(geometry, thinned_for))
         self.tree = HeadPageRadixCache(
             CacheInitParams(
                 disable=disable_tree,
                 req_to_token_pool=self.rows,
                 token_to_kv_pool_allocator=self.allocator,
                 page_size=page_size,
+                eviction_policy=order,
+                enable_kv_cache_events=events,
             ),
             self.ledger,
+            sharing=sharing,
+            thinner=thinner,
         )
         self.running: list[Req] = []
+        self.taken_dense: dict[Any, int] = {}  # `Req.taken_dense` of whom a snapshot is from
         self.kept: dict[RequestState, dict[tuple[int, int], list[int]]] = {}
         #: (request, position, kept positions per stream) of every fold
         self.folds: list[tuple[RequestState, int, dict[tuple[int, int], list[int]]]] = []
@@ -117,7 +148,15 @@ class Harness:
         """Match and lock, as at admission."""
         if req.sglang_kv is None:
             plan = req.policy.plan(len(req.origin_input_ids), self.ledger.geometry)
-            req.sglang_kv = RequestState(req, req.policy, plan, evictable=req.evictable)
+            req.sglang_kv = RequestState(
+                req,
+                req.policy,
+                plan,
+                evictable=req.evictable,
+                tenant=req.tenant,
+                measures=self.measures,
+                need=require_need(plan) if req.thinned else None,
+            )
         self.match(req)
         req.lock = self.tree.lock(req.last_node)
         self.tree.set_reader(req.sglang_kv, req.last_node)
@@ -125,12 +164,17 @@ class Harness:
     def match(self, req: Req) -> None:
         """What the tree has of it."""
         ids = req.full_untruncated_fill_ids
-        key = RadixKey(ids, None, limit=len(ids) - 1)
+        key = RadixKey(ids, req.extra_key, limit=len(ids) - 1, cache_salt=req.cache_salt)
         match = self.tree.match_prefix(MatchPrefixParams(key=key, req=req))
         req.prefix_len = req.extend_end = match.device_prefix_len
         req.kv.cache_protected_len = match.device_prefix_len
         req.kv.cache_inserted_len = 0
         req.last_node = match.last_device_node
+        snapshot = req.last_node.snapshot
+        if snapshot is not None:
+            req.taken_dense = self.taken_dense[snapshot]
+        elif takes_thinned(req.sglang_kv, req.prefix_len):
+            req.taken_dense = req.prefix_len
 
     def extend(self, req: Req, tokens: int) -> None:
         """One prefill chunk: allocate, forward, drop. It ends at the fold, as at admission."""
@@ -141,7 +185,8 @@ class Harness:
         self.check()
 
     def checkpoint(self, req: Req) -> None:
-        self.tree.checkpoint(req, up_to=req.extend_end)
+        if not req.skip_radix_cache_insert:
+            self.tree.checkpoint(req, up_to=req.extend_end)
         req.prefix_len = req.extend_end
         self.check()
 
@@ -155,18 +200,23 @@ class Harness:
     def release(self, req: Req, *, publish: bool) -> None:
         """SGLang's ``release_kv_cache``."""
         req.done = publish
+        publish = publish and not req.skip_radix_cache_insert
         if publish:
             self.tree.checkpoint(req, up_to=req.extend_end)
         self.tree.free_kv_row(req.kv, [(req.kv.cache_protected_len, req.extend_end)])
         self.tree.unlock(req.lock)
         req.lock = None
+        known = set(self.tree.snapshots.of_node.values())
         self.rows.free(req)
+        for snapshot in set(self.tree.snapshots.of_node.values()) - known:
+            self.taken_dense[snapshot] = req.taken_dense
         req.kv.mark_kv_released()
         req.kv.cache_protected_len = req.kv.kv_committed_len = 0
         self.running.remove(req)
         self.kept.pop(req.sglang_kv, None)
         req.digests.clear()
         req.dense_until = CONTEXT
+        req.taken_dense = 0
         self.check()
 
     def alloc(self, req: Req, target: int) -> None:
@@ -210,7 +260,10 @@ class Harness:
         dense = (limit is None or position < limit) and position < req.dense_until
         if position not in req.digests:  # tokens are only ever appended
             ids = tuple(req.full_untruncated_fill_ids[: position + 1])
-            req.digests[position] = hash((ids, None if dense else repr(req.policy))) % 2**30
+            # What was computed behind a thinned prefix is other KV than without one.
+            how = None if dense or position < req.taken_dense else f"{req.policy}{req.thinned}"
+            who = (req.tenant, req.cache_salt, req.extra_key, req.lora_id)
+            req.digests[position] = hash((ids, how, who)) % 2**30
         return req.digests[position]
 
     def _forward(self, req: Req, start: int, target: int) -> None:
