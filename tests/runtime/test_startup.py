@@ -20,6 +20,7 @@ from sglang_kv.config import Options
 from sglang_kv.flags import add_flags, options_from_flags
 from sglang_kv.kernel_paths import AUTO, FLASHINFER, TRITON, choose
 from sglang_kv.presets import PRESETS
+from sglang_kv.startup import DEFAULT_ORDER
 
 ON = ["--kv-compression", "streamingllm"]
 CONFIG = "--kv-compression-config"
@@ -383,6 +384,7 @@ def test_devices(device: str, served: bool) -> None:
         attention_backend, radix_cache_backend, kv_cache_dtype = AUTO, AUTO, "auto"
         prefill_attention_backend = decode_attention_backend = None
         disaggregation_mode, pp_size, tokenizer_worker_num, page_size = "null", 1, 1, 16
+        radix_eviction_policy = DEFAULT_ORDER
 
         def __getattr__(self, name: str) -> Any:
             return False  # every switch
