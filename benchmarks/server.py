@@ -81,11 +81,10 @@ class Server:
             start_new_session=True,
             preexec_fn=_die_with_parent,
         )
-        try:
+        with contextlib.ExitStack() as unless_it_is_up:
+            unless_it_is_up.callback(self.stop)
             self._wait(start_timeout_s)
-        except BaseException:
-            self.stop()
-            raise
+            unless_it_is_up.pop_all()
 
     def _wait(self, timeout_s: float) -> None:
         # SGLang answers requests before its own warm-up is done; this line ends it.

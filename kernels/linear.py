@@ -14,6 +14,8 @@ _COLUMNS_AT_ONCE = 16384  # of a widened weight: a vocabulary's would be gigabyt
 @functools.cache
 def library_has_bf16() -> bool:
     """Whether torch's own bf16 products are fast here: oneDNN has them for this CPU."""
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return False
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())  # noqa: SLF001
 
 

@@ -101,7 +101,6 @@ def _linear_fits(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
     tensors = (x, weight) if bias is None else (x, weight, bias)
     return (
         runtime.current() is not None
-        and not library_has_bf16()
         and all(t.dtype == torch.bfloat16 and t.device.type == "cpu" for t in tensors)
         and weight.dim() == 2
         and weight.is_contiguous()
@@ -151,10 +150,14 @@ HOOKS: list[tuple[str, Callable[..., Any], str]] = [
         "AROUND",
     ),
     ("sglang.srt.layers.activation.SiluAndMul.forward_native", silu_and_mul, "AROUND"),
-    (
-        "sglang.srt.layers.quantization.unquant.UnquantizedLinearMethod.apply",
-        unquantized,
-        "AROUND",
-    ),
-    ("sglang.srt.layers.logits_processor.LogitsProcessor._compute_lm_head", lm_head, "AROUND"),
 ]
+
+if not library_has_bf16():  # elsewhere not even the call around each layer
+    HOOKS += [
+        (
+            "sglang.srt.layers.quantization.unquant.UnquantizedLinearMethod.apply",
+            unquantized,
+            "AROUND",
+        ),
+        ("sglang.srt.layers.logits_processor.LogitsProcessor._compute_lm_head", lm_head, "AROUND"),
+    ]

@@ -23,6 +23,10 @@ _UNSUPPORTED = ("sliding_window", "softcap", "s_aux", "position_bias")
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]
 
 
+class UnsupportedModelError(ValueError):
+    """A model whose attention calibration cannot take apart; the message names what it has."""
+
+
 def shape(config: Any) -> tuple[int, int, int]:
     """Layers, query heads and KV heads of a model."""
     config = config.get_text_config()
@@ -54,9 +58,9 @@ def attention(model: Any, attend: Attend) -> Iterator[None]:
     ) -> tuple[torch.Tensor, None]:
         extra = [name for name in _UNSUPPORTED if kwargs.get(name) is not None]
         if extra:
-            raise NotImplementedError(f"calibration knows no attention with {extra[0]}")
+            raise UnsupportedModelError(f"calibration knows no attention with {extra[0]}")
         if query.shape[0] != 1 or query.shape[2] != key.shape[2]:
-            raise NotImplementedError("calibration takes one sequence at a time, without a cache")
+            raise UnsupportedModelError("calibration takes one sequence at a time, without a cache")
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         out = attend(module.layer_idx, query[0], key[0], value[0], scale)
         return out.transpose(0, 1)[None], None
@@ -74,7 +78,7 @@ def require_supported(model: Any) -> None:
     """Refuse a model whose heads cannot be told apart here, before anything long begins.
 
     Raises:
-        NotImplementedError: the message names the model and what it has.
+        UnsupportedModelError: the message names the model and what it has.
     """
     layers, heads, kv_heads = shape(model.config)
     kind = model.config.model_type
@@ -84,7 +88,7 @@ def require_supported(model: Any) -> None:
         layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float
     ) -> torch.Tensor:
         if q.shape[-1] != v.shape[-1]:
-            raise NotImplementedError(
+            raise UnsupportedModelError(
                 f"{kind}: calibration knows no keys of {q.shape[-1]} and values of {v.shape[-1]}"
             )
         seen[layer] = (q.shape[0], k.shape[0])
@@ -93,7 +97,7 @@ def require_supported(model: Any) -> None:
     with torch.inference_mode(), attention(model, attend):
         model.base_model(torch.zeros(1, 2, dtype=torch.long, device=model.device), use_cache=False)
     if seen != dict.fromkeys(range(layers), (heads, kv_heads)):
-        raise NotImplementedError(
+        raise UnsupportedModelError(
             f"{kind}: calibration reaches {len(seen)} of its {layers} layers; the others do not "
             "take their attention from transformers' registry of attention functions"
         )

@@ -133,7 +133,7 @@ def _calibrate(args: argparse.Namespace) -> None:
 
     try:
         calibrate(args)
-    except (PolicyError, ValueError, NotImplementedError) as error:
+    except (PolicyError, ValueError) as error:
         sys.exit(f"calibrate: {error}")
     print(args.out)
 
@@ -144,7 +144,7 @@ def _report(args: argparse.Namespace) -> None:
 
     try:
         print(report(args))
-    except (PolicyError, ValueError, NotImplementedError) as error:
+    except (PolicyError, ValueError) as error:
         sys.exit(f"calibrate-report: {error}")
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from sglang_kv.calibration.attention import attention, full, shape
+from sglang_kv.calibration.attention import UnsupportedModelError, attention, full, shape
 from sglang_kv.calibration.passkey import Passkey
 from sglang_kv.calibration.training_free import Array, Sums, group_heads
 
@@ -79,12 +79,12 @@ def rotation(model: Any, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Cosines and sines [1, tokens, dim] of a model's rotary embedding, fp32."""
     embed = getattr(model.base_model, "rotary_emb", None)
     if embed is None:
-        raise NotImplementedError(f"{model.config.model_type}: no rotary embedding to take back")
+        raise UnsupportedModelError(f"{model.config.model_type}: no rotary embedding to take back")
     positions = torch.arange(tokens, device=model.device)[None]
     like = torch.empty(0, dtype=torch.float32, device=model.device)
     cos, sin = embed(like, positions)
     if not torch.allclose(cos.square() + sin.square(), torch.ones_like(cos), atol=1e-3):
-        raise NotImplementedError(f"{model.config.model_type}: its rotary embedding also scales")
+        raise UnsupportedModelError(f"{model.config.model_type}: its rotary embedding also scales")
     return cos, sin
 
 
@@ -92,6 +92,6 @@ def _rotate(model: Any) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
     module = sys.modules[type(model).__module__]
     rotate = getattr(module, "apply_rotary_pos_emb", None)
     if rotate is None:
-        raise NotImplementedError(f"{model.config.model_type}: no rotary embedding to take back")
+        raise UnsupportedModelError(f"{model.config.model_type}: no rotary embedding to take back")
     found: Callable[..., tuple[torch.Tensor, torch.Tensor]] = rotate
     return found

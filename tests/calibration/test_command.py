@@ -12,7 +12,7 @@ import pytest
 
 from sglang_kv import cli
 from sglang_kv.calibration import run
-from sglang_kv.calibration.attention import require_supported
+from sglang_kv.calibration.attention import UnsupportedModelError, require_supported
 from sglang_kv.calibration.progress import Unfinished
 from sglang_kv.compression.gates import load_gates, model_hash
 
@@ -172,5 +172,5 @@ def test_common_models_are_supported(kind: str) -> None:
 )
 def test_other_attention_is_refused_by_name(kind: str, changes: Any, message: str) -> None:
     model = small(kind, **changes)
-    with pytest.raises(NotImplementedError, match=message):
+    with pytest.raises(UnsupportedModelError, match=message):
         require_supported(model)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from sglang_kv.calibration import mean_attention
+from sglang_kv.calibration.attention import UnsupportedModelError
 from sglang_kv.calibration.passkey import Passkey
 
 
@@ -69,5 +70,5 @@ def test_a_model_without_rotation_is_refused() -> None:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     model = GPT2LMHeadModel(GPT2Config(vocab_size=96, n_embd=16, n_layer=1, n_head=2)).eval()
-    with pytest.raises(NotImplementedError, match="gpt2: no rotary embedding"):
+    with pytest.raises(UnsupportedModelError, match="gpt2: no rotary embedding"):
         mean_attention.rotation(model, 4)

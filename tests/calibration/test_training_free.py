@@ -12,7 +12,7 @@ import torch
 from tiny_model import TEXT
 
 from sglang_kv.calibration import passkey, simulate
-from sglang_kv.calibration.attention import BLOCK, attention, duo, shape
+from sglang_kv.calibration.attention import BLOCK, UnsupportedModelError, attention, duo, shape
 from sglang_kv.calibration.passkey import Haystack, Passkey, samples
 from sglang_kv.calibration.training_free import (
     attention_mass,
@@ -194,7 +194,7 @@ def test_attention_that_is_more_than_softmax_is_refused(sample: Passkey) -> None
         num_key_value_heads=2,
         sliding_window=16,
     )
-    with pytest.raises(NotImplementedError, match="no attention with sliding_window"):
+    with pytest.raises(UnsupportedModelError, match="no attention with sliding_window"):
         attention_mass(MistralForCausalLM(config).eval(), sample)
 
 

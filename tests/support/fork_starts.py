@@ -39,7 +39,7 @@ def status_of(case: dict[str, object]) -> int:
             print(stop.code, file=sys.stderr)
             return 1
         return stop.code or 0
-    except BaseException:
+    except Exception:
         traceback.print_exc()
         return 1
 
@@ -50,10 +50,13 @@ def attempt(case: dict[str, object]) -> tuple[int, str]:
         if child == 0:
             os.dup2(output.fileno(), 1)
             os.dup2(output.fileno(), 2)
-            status = status_of(case)
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(status)
+            status = 1
+            try:
+                status = status_of(case)
+            finally:  # a child never goes on as its parent
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(status)
         _, status = os.waitpid(child, 0)
         output.seek(0)
         return os.waitstatus_to_exitcode(status), output.read()
