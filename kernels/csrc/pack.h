@@ -5,6 +5,9 @@
 #pragma once
 
 #include <cstdint>
+#if defined(__AVX__)
+#include <immintrin.h>
+#endif
 
 namespace sglang_kv {
 

@@ -19,6 +19,19 @@ SGLANG_KV_INLINE void load_pair(const bf16* p, F32x16& a, F32x16& b) {
   a = as<F32x16>(both << 16u);
   b = as<F32x16>(both & 0xffff0000u);
 }
+#if !SGLANG_KV_AVX512
+// One native vector of each, the `part`-th.
+SGLANG_KV_INLINE void load_pair_part(const float* p, int part, FloatPart& a, FloatPart& b) {
+  a = load_part(p + part * kNativeLanes);
+  b = load_part(p + kLanes + part * kNativeLanes);
+}
+SGLANG_KV_INLINE void load_pair_part(const bf16* p, int part, FloatPart& a, FloatPart& b) {
+  U32x16::Part both;
+  std::memcpy(&both, p + 2 * part * kNativeLanes, sizeof both);
+  a = reinterpret_cast<FloatPart>(both << 16u);
+  b = reinterpret_cast<FloatPart>(both & 0xffff0000u);
+}
+#endif
 // The same with only the first sixteen elements in memory; the others read as zero.
 SGLANG_KV_INLINE void load_half_pair(const float* p, F32x16& a, F32x16& b) {
   a = load(p);
@@ -65,6 +78,28 @@ SGLANG_KV_INLINE F32x16 dot_bf16(F32x16 acc, I32x16 a, I32x16 b) {
 #endif
 }
 
+#if !SGLANG_KV_AVX512
+// Lane i of the result is the sum of r[i]'s lanes.
+SGLANG_KV_INLINE F32x16 reduce_parts(const FloatPart* r) {
+  F32x16 sums;
+#if defined(__AVX__)
+  // Pairs of rows share a vector after each step, as in reduce_rows below.
+  for (int i = 0; i < F32x16::kParts; ++i, r += kNativeLanes) {
+    const __m256 a = _mm256_hadd_ps(_mm256_hadd_ps(r[0], r[1]), _mm256_hadd_ps(r[2], r[3]));
+    const __m256 b = _mm256_hadd_ps(_mm256_hadd_ps(r[4], r[5]), _mm256_hadd_ps(r[6], r[7]));
+    sums.part[i] = _mm256_permute2f128_ps(a, b, 0x20) + _mm256_permute2f128_ps(a, b, 0x31);
+  }
+#else
+  for (int i = 0; i < kLanes; ++i) {
+    float sum = 0.f;
+    for (int j = 0; j < kNativeLanes; ++j) sum += r[i][j];
+    sums.set(i, sum);
+  }
+#endif
+  return sums;
+}
+#endif
+
 // Lane i of the result is the sum of r[i].
 SGLANG_KV_INLINE F32x16 reduce_rows(const F32x16 (&r)[kLanes]) {
 #if SGLANG_KV_AVX512
@@ -82,9 +117,12 @@ SGLANG_KV_INLINE F32x16 reduce_rows(const F32x16 (&r)[kLanes]) {
     s[i] = _mm512_shuffle_ps(s[i], s[i + 2], 0x44) + _mm512_shuffle_ps(s[i], s[i + 2], 0xee);
   return _mm512_shuffle_ps(s[0], s[1], 0x88) + _mm512_shuffle_ps(s[0], s[1], 0xdd);
 #else
-  F32x16 sums;
-  for (int i = 0; i < kLanes; ++i) sums.set(i, reduce_add(r[i]));
-  return sums;
+  FloatPart halves[kLanes];
+  for (int i = 0; i < kLanes; ++i) {
+    halves[i] = r[i].part[0];
+    for (int p = 1; p < F32x16::kParts; ++p) halves[i] += r[i].part[p];
+  }
+  return reduce_parts(halves);
 #endif
 }
 

@@ -55,6 +55,7 @@ SGLANG_KV_INLINE V select(I32x16 mask, V a, V b) {
 }
 #else
 using F32x16 = Pack<float>;
+using FloatPart = F32x16::Part;
 using I32x16 = Pack<int32_t>;
 using U32x16 = Pack<uint32_t>;
 #endif
@@ -124,6 +125,14 @@ SGLANG_KV_INLINE void store_as(void* p, V v) {
 
 SGLANG_KV_INLINE F32x16 load(const float* p) { return load_as<F32x16>(p); }
 SGLANG_KV_INLINE void store(float* p, F32x16 v) { store_as(p, v); }
+#if !SGLANG_KV_AVX512
+SGLANG_KV_INLINE FloatPart load_part(const float* p) {
+  FloatPart v;
+  std::memcpy(&v, p, sizeof v);
+  return v;
+}
+SGLANG_KV_INLINE void store_part(float* p, FloatPart v) { std::memcpy(p, &v, sizeof v); }
+#endif
 SGLANG_KV_INLINE F32x16 load(const bf16* p) {
 #if SGLANG_KV_AVX512
   U16x16 half;
@@ -171,6 +180,9 @@ SGLANG_KV_INLINE F32x16 fma(F32x16 a, F32x16 b, F32x16 c) {
 SGLANG_KV_INLINE F32x16 max(F32x16 a, F32x16 b) {
 #if SGLANG_KV_AVX512
   return _mm512_max_ps(a, b);
+#elif defined(__AVX__)
+  for (int i = 0; i < F32x16::kParts; ++i) a.part[i] = _mm256_max_ps(a.part[i], b.part[i]);
+  return a;
 #else
   return select(a > b, a, b);
 #endif
@@ -180,8 +192,10 @@ SGLANG_KV_INLINE float reduce_max(F32x16 v) {
 #if SGLANG_KV_AVX512
   return _mm512_reduce_max_ps(v);
 #else
-  float r = v[0];
-  for (int i = 1; i < kLanes; ++i) r = v[i] > r ? v[i] : r;
+  FloatPart top = v.part[0];
+  for (int i = 1; i < F32x16::kParts; ++i) top = v.part[i] > top ? v.part[i] : top;
+  float r = top[0];
+  for (int i = 1; i < kNativeLanes; ++i) r = top[i] > r ? top[i] : r;
   return r;
 #endif
 }

@@ -1,0 +1,65 @@
+// What one decode split works on: the query heads of a KV head, and where a block of keys lies.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+
+#include "attention.h"
+#include "rows.h"
+
+namespace sglang_kv {
+
+constexpr int kHeadsAtOnce = 8;  // query heads that share one reading of their keys and values
+
+// The query heads of a group, in the form in which rows of T are read.
+struct GroupQueries {
+  alignas(64) float f32[kHeadsAtOnce][kMaxHeadDim];  // in the order of load_pair<T>
+  alignas(64) bf16 raw[kHeadsAtOnce][kMaxHeadDim];   // for dot_bf16
+};
+
+template <typename T>
+void read_group(const Queries& from, int64_t row, int64_t head, int heads, int64_t head_dim,
+                GroupQueries& q) {
+  constexpr bool kHalves = sizeof(T) == sizeof(float);
+  for (int g = 0; g < heads; ++g) {
+    alignas(64) float plain[kMaxHeadDim] = {};
+    from.read(row, head + g, head_dim, plain);
+    for (int64_t d = 0; d < head_dim; d += 2 * kLanes) {
+      for (int i = 0; i < kLanes; ++i) {
+        q.f32[g][d + i] = plain[d + (kHalves ? i : 2 * i)];
+        q.f32[g][d + kLanes + i] = plain[d + (kHalves ? kLanes + i : 2 * i + 1)];
+      }
+      store(q.raw[g] + d, load(plain + d));
+      store(q.raw[g] + d + kLanes, load(plain + d + kLanes));
+    }
+  }
+}
+
+// Some rows that will be read soon.
+template <typename T>
+struct Rows {
+  const T* const* rows = nullptr;
+  int count = 0;
+
+  SGLANG_KV_INLINE void fetch(int begin, int size, int64_t head_dim) const {
+    for (int i = begin; i < std::min(begin + size, count); ++i) prefetch_row(rows[i], head_dim);
+  }
+};
+
+// Where up to kKeys consecutive keys of a stream lie.
+template <typename T>
+struct KeyBlock {
+  const T* rows[kKeys + kLanes];
+  int count = 0;
+
+  void gather(const Streams& s, const Stream& stream, Range range, std::atomic<bool>& bad_page) {
+    count = s.key_rows(stream, range, rows, bad_page);
+    // Scoring goes by sixteen: repeat a row that is certainly there, and mask its score.
+    for (int i = count; i % kLanes; ++i) rows[i] = rows[count - 1];
+  }
+
+  Rows<T> from(int n) const { return {rows + n, count - n}; }
+};
+
+}  // namespace sglang_kv
