@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from sglang_kv.benchmarks.records import last, lines, newest, number_needles, of_method, planned
 from sglang_kv.planner.find import find_model
@@ -52,6 +53,16 @@ def _needles(arm: str, *, least: float) -> tuple[str, str] | None:
 
 
 def sinks_keep_it_stable() -> tuple[str, str] | None:
+    stream = last("endless_stream", lambda r: r.get("policy", {}).get("sinks", 0) > 0 and _ppl(r))
+    if stream is not None:
+        values = stream["perplexity"]
+        text = (
+            f"{values[0]:.1f} in the first {stream['bucket']:,} tokens, {values[-1]:.1f} in the "
+            f"last of {stream['tokens']:,}, {max(values):.1f} at most; {stream['model']}"
+        )
+        if max(values) > 2 * min(values):
+            return text, "does not hold"
+        return text, f"holds to {stream['tokens']:,} tokens; 4 million are not measured yet"
     row = last(
         "quality",
         lambda r: r["policy"].get("sinks", 4) > 0 and r["policy"].get("method") == "streamingllm",
@@ -69,7 +80,23 @@ def sinks_keep_it_stable() -> tuple[str, str] | None:
     return text, f"holds to {cell['length']:,} tokens; 4 million are not measured yet"
 
 
+def _ppl(row: dict[str, Any]) -> bool:
+    return "perplexity" in row
+
+
 def no_sinks_collapse() -> tuple[str, str] | None:
+    arms = {
+        bool(row["policy"]["sinks"]): row
+        for row in lines("endless_stream")
+        if "policy" in row and _ppl(row)
+    }
+    if set(arms) == {True, False}:
+        least, most = arms[True]["perplexity"], max(arms[False]["perplexity"])
+        text = (
+            f"{most:,.0f} at most, beside {max(least):.1f} with sinks, "
+            f"{arms[False]['tokens']:,} tokens; {arms[False]['model']}"
+        )
+        return text, "holds" if most > 10 * max(least) else "no collapse here"
     row = last(
         "quality",
         lambda r: r["policy"].get("sinks") == 0 and r["policy"].get("method") == "streamingllm",

@@ -155,21 +155,32 @@ def recomputed(server: Server, ids: list[int], window: int, samples: int) -> dic
     return found
 
 
+def about(args: argparse.Namespace, ids: list[int]) -> dict[str, Any]:
+    """What all arms' lines have."""
+    return {
+        "model": Path(args.model).name,
+        "text": args.text.name,
+        "dtype": args.dtype,
+        "tokens": len(ids),
+        "bucket": BUCKET,
+    }
+
+
 def perplexities(args: argparse.Namespace, ids: list[int]) -> None:
     window = args.sinks + args.recent
     arms = {
-        f"{args.sinks} sinks": {"sinks": args.sinks, "recent": args.recent},
-        "no sinks": {"sinks": 0, "recent": window},
+        f"{args.sinks} sinks": ({"sinks": args.sinks, "recent": args.recent}, len(ids)),
+        "no sinks": ({"sinks": 0, "recent": window}, args.without_sinks or len(ids)),
     }
     with start(args) as server:
-        for arm, sizes in arms.items():
+        for arm, (sizes, count) in arms.items():
             policy = {"method": "streamingllm", **sizes}
-            losses = run_perplexity(server, ids, policy)
+            losses = run_perplexity(server, ids[:count], policy)
             row: dict[str, Any] = {
                 "policy": policy,
                 "perplexity": [round(math.exp(x), 3) for x in losses],
             }
-            record("endless_stream", {"arm": arm, "tokens": len(ids), "bucket": BUCKET, **row})
+            record("endless_stream", {"arm": arm, **about(args, ids[:count]), **row})
         found = recomputed(server, ids, window, args.samples)
         every = [loss for losses in found.values() for loss in losses]
         row = {
@@ -179,7 +190,7 @@ def perplexities(args: argparse.Namespace, ids: list[int]) -> None:
             "perplexity_of_all": round(math.exp(fmean(every)), 3),
         }
         arm = "recomputed window, sampled"
-        record("endless_stream", {"arm": arm, "tokens": len(ids), "bucket": BUCKET, **row})
+        record("endless_stream", {"arm": arm, **about(args, ids), **row})
 
 
 def main() -> None:
@@ -196,6 +207,7 @@ def main() -> None:
     parser.add_argument("--pool", type=int, default=8192, help="memory, in tokens of full KV")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--perplexity", action="store_true")
+    parser.add_argument("--without-sinks", type=int, help="tokens of the arm without sinks")
     parser.add_argument("--samples", type=int, default=4, help="recomputed tokens per bucket")
     args = parser.parse_args()
     ids = token_ids(args.model, args.text, args.tokens)
@@ -203,7 +215,7 @@ def main() -> None:
         perplexities(args, ids)
         return
     row = run_stream(args, ids)
-    record("endless_stream", {"arm": "memory and speed", "tokens": len(ids), **row})
+    record("endless_stream", {"arm": "memory and speed", **about(args, ids), **row})
 
 
 if __name__ == "__main__":

@@ -9,7 +9,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from sglang_kv.benchmarks.figures import Figure, best, figures
+from sglang_kv.benchmarks.figure import Figure, best
+from sglang_kv.benchmarks.figures import figures
 
 MARKERS = "osD^vP*XhpdH<>"
 DASHES = ("-", "--", "-.", ":")
@@ -30,7 +31,7 @@ def draw(folder: Path) -> list[Path]:
     for figure in figures():
         sheet, axes = plt.subplots(figsize=(8, 4.8), layout="constrained")
         {"points": _points, "lines": _lines, "bars": _bars}[figure.kind](axes, figure)
-        axes.set(xlabel=figure.x, ylabel=figure.y)
+        axes.set(xlabel=figure.x, ylabel=figure.y, yscale="log" if figure.log else "linear")
         sheet.suptitle(figure.title, fontsize=10)
         if figure.note:
             sheet.supxlabel(figure.note, fontsize=8)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from sglang_kv.benchmarks import claims, figures, plots, records, report
+from sglang_kv.benchmarks import claims, figure, figures, plots, records, report
 
 STALE = "run: python -m sglang_kv.benchmarks.report --write --plots"
 
@@ -26,8 +26,8 @@ def test_plots_are_current(root: Path) -> None:
     wanted = {f"{f.name}.{kind}": f for f in figures.figures() for kind in ("svg", "png")}
     folder = root / report.FIGURES
     assert {path.name for path in folder.iterdir()} == set(wanted), STALE
-    for name, figure in wanted.items():
-        assert plots.is_current(folder / name, figure), STALE
+    for name, shown in wanted.items():
+        assert plots.is_current(folder / name, shown), STALE
 
 
 @pytest.fixture
@@ -97,13 +97,13 @@ def test_reproducing_has_a_budget_for_each_part(root: Path, flags: list[str], mi
 
 def test_the_best_points_are_those_that_none_beats() -> None:
     points = [(0.1, 0.5), (0.2, 0.9), (0.2, 0.8), (0.3, 0.9), (1.0, 1.0)]
-    assert figures.best(points) == [True, True, False, False, True]
+    assert figure.best(points) == [True, True, False, False, True]
 
 
 def test_plots_are_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     paths = plots.draw(tmp_path)
     assert len(paths) == 2 * len(figures.figures())
-    for figure in figures.figures():
+    for drawn in figures.figures():
         for kind in ("svg", "png"):
-            assert plots.is_current(tmp_path / f"{figure.name}.{kind}", figure)
+            assert plots.is_current(tmp_path / f"{drawn.name}.{kind}", drawn)
