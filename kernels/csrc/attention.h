@@ -11,7 +11,8 @@ namespace sglang_kv {
 
 constexpr int kMaxHeadDim = 256;
 constexpr int kMaxGroup = 16;
-constexpr int kKeys = 64;  // keys scored before their values are read
+// Keys scored before their values are read. Both blocks should stay in L1: in fp32 half as many do.
+constexpr int kKeys = kHasBf16Dot ? 64 : 32;
 
 // Less KV than this, and waking a second thread costs more than it saves.
 constexpr int64_t kParallelBytes = 128 * 1024;

@@ -44,13 +44,16 @@ template <int kVectors>
 SGLANG_KV_KERNEL void weigh_block(const float* weights, const float* v, int64_t head_dim,
                                   int first_key, int last_key, const float* decay, float* acc) {
   F32x16 sum[kRows][kVectors];
+#pragma GCC unroll 6
   for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 4
     for (int i = 0; i < kVectors; ++i) {
       sum[r][i] = load(acc + r * head_dim + kLanes * i) * decay[r];
     }
   }
   for (int n = first_key; n < last_key; ++n) {
     F32x16 value[kVectors];
+#pragma GCC unroll 4
     for (int i = 0; i < kVectors; ++i) value[i] = load(v + n * head_dim + kLanes * i);
 #pragma GCC unroll 6
     for (int r = 0; r < kRows; ++r) {
@@ -59,7 +62,9 @@ SGLANG_KV_KERNEL void weigh_block(const float* weights, const float* v, int64_t 
       for (int i = 0; i < kVectors; ++i) sum[r][i] = fma(w, value[i], sum[r][i]);
     }
   }
+#pragma GCC unroll 6
   for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 4
     for (int i = 0; i < kVectors; ++i) store(acc + r * head_dim + kLanes * i, sum[r][i]);
   }
 }
@@ -180,7 +185,8 @@ class ExtendTile {
 #pragma GCC unroll 6
     for (int i = 0; i < kRows; ++i) {
       float* row = weights + i * kKeys;
-      const F32x16 top = max(max(load(row), load(row + 16)), max(load(row + 32), load(row + 48)));
+      F32x16 top = load(row);
+      for (int n = kLanes; n < kKeys; n += kLanes) top = max(top, load(row + n));
       const float new_max = std::max(b_.max[r + i], reduce_max(top) * scale[0]);
       decay[i] = b_.max[r + i] - new_max;
       b_.max[r + i] = new_max;

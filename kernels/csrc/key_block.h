@@ -71,9 +71,15 @@ void pack_keys(const T* const* rows, int64_t head_dim, int32_t* k) {
 template <bool kBf16Dot, int kCount>
 SGLANG_KV_KERNEL void score_block(const float* q, const int32_t* k, int64_t depth, float* scores) {
   for (int first = 0; first < kKeyVectors; first += kVectorsAtOnce) {
-    F32x16 acc[kCount][kVectorsAtOnce] = {};
+    F32x16 acc[kCount][kVectorsAtOnce];
+#pragma GCC unroll 6
+    for (int r = 0; r < kCount; ++r) {
+#pragma GCC unroll 4
+      for (int i = 0; i < kVectorsAtOnce; ++i) acc[r][i] = F32x16{};
+    }
     for (int64_t d = 0; d < depth; ++d) {
       I32x16 key[kVectorsAtOnce];
+#pragma GCC unroll 4
       for (int i = 0; i < kVectorsAtOnce; ++i) {
         key[i] = load_as<I32x16>(k + d * kKeys + (first + i) * kLanes);
       }
@@ -90,7 +96,9 @@ SGLANG_KV_KERNEL void score_block(const float* q, const int32_t* k, int64_t dept
         }
       }
     }
+#pragma GCC unroll 6
     for (int r = 0; r < kCount; ++r) {
+#pragma GCC unroll 4
       for (int i = 0; i < kVectorsAtOnce; ++i) {
         store(scores + r * kKeys + (first + i) * kLanes, acc[r][i]);
       }

@@ -27,8 +27,8 @@
 
 #define SGLANG_KV_INLINE inline __attribute__((always_inline))
 
-// For inner loops: in a function of their own the compiler keeps every accumulator in a register,
-// inlined into a large one it also stores them all in each round (GCC 12, AVX2).
+// For inner loops: in a function of their own, and with each loop over accumulators unrolled, the
+// compiler keeps them in registers; otherwise it also stores them all in each round (GCC 12, AVX2).
 #define SGLANG_KV_KERNEL __attribute__((noinline))
 
 namespace sglang_kv {
