@@ -19,7 +19,7 @@ from torch import Tensor
 
 from sglang_kv.kernels import reference
 from sglang_kv.kernels.flashinfer.attention import FlashInferAttention, LayerOptions
-from sglang_kv.kernels.layout import KV_LEN, PagedStreams, allocate_pages
+from sglang_kv.kernels.layout import FP8_DTYPES, KV_LEN, PagedStreams, allocate_pages
 
 #: gap, num_sinks, window_left of a stream.
 POLICIES = ((0, 0, -1), (0, 4, 31), (64, 4, 15), (32, 16, 0), (0, 0, 20))
@@ -74,12 +74,19 @@ def random_streams(
     kv_heads: int = KV_HEADS,
     head_dim: int = HEAD_DIM,
     policies: tuple[tuple[int, int, int], ...] = ((0, 0, -1),),
+    dtype: torch.dtype | None = None,
 ) -> PagedStreams:
-    """A request per length, one policy after the other; pages anywhere in the pool."""
+    """A request per length, one policy after the other; pages anywhere in the pool.
+
+    Pages are of ``where.dtype`` unless `dtype` says otherwise.
+    """
     widest = -(-max(lens) // PAGE)
     count = len(lens) * layers * kv_heads * widest
-    pages = allocate_pages(count, PAGE, head_dim, where.dtype, where.device)
-    pages.normal_()
+    pages = allocate_pages(count, PAGE, head_dim, dtype or where.dtype, where.device)
+    if pages.dtype in FP8_DTYPES:
+        pages.copy_(torch.randn(pages.shape, device=where.device).to(pages.dtype))
+    else:
+        pages.normal_()
     table = torch.randperm(count, device=where.device).int()
     table = table.view(len(lens), layers, kv_heads, widest).contiguous()
     desc = torch.zeros(len(lens), layers, kv_heads, 4, dtype=torch.int32)
@@ -98,11 +105,11 @@ def on_cpu(streams: PagedStreams) -> PagedStreams:
 class FlashInfer:
     """The FlashInfer path with the calls of `sglang_kv.kernels`: plans, then runs."""
 
-    def __init__(self, streams: PagedStreams, group: int, q_dtype: torch.dtype):
+    def __init__(self, streams: PagedStreams, group: int, q_dtype: torch.dtype, **scales: float):
         layers, heads = streams.table.shape[1:3]
         self.streams = streams
         self.attention = FlashInferAttention(
-            [LayerOptions(streams.head_dim**-0.5)] * layers,
+            [LayerOptions(streams.head_dim**-0.5, **scales)] * layers,  # type: ignore[arg-type]
             num_qo_heads=group * heads,
             num_kv_heads=heads,
             head_dim=streams.head_dim,
@@ -134,18 +141,23 @@ def check_attention(where: Where, path: str) -> Iterator[tuple[str, float]]:
     lens = [1, 15, 16, 17, 300, 700, 97, 1100]
     counts = [1, 15, 3, 17, 130, 64, 97, 5]
     indptr = [0, *itertools.accumulate(counts)]
-    for group, head_dim in ((4, 128), (1, 64), (5, 128), (7, 64), (8, 256)):
+    wide, (e4m3, e5m2) = where.dtype, FP8_DTYPES
+    for group, head_dim, dtype in (
+        *((4, 128, wide), (1, 64, wide), (5, 128, wide), (7, 64, wide), (8, 256, wide)),
+        *((4, 128, e4m3), (7, 64, e4m3), (8, 256, e4m3), (4, 128, e5m2)),
+    ):
         streams = random_streams(
-            where, lens, layers=2, kv_heads=2, head_dim=head_dim, policies=POLICIES
+            *(where, lens), layers=2, kv_heads=2, head_dim=head_dim, policies=POLICIES, dtype=dtype
         )
         plain, scale = on_cpu(streams), head_dim**-0.5
+        scales: dict[str, Any] = {"k_scale": 0.7, "v_scale": 1.3} if dtype in FP8_DTYPES else {}
         q_dtype = where.dtype
         for name in ("decode", "extend"):
             rows = len(lens) if name == "decode" else indptr[-1]
             q = torch.randn(rows, 2 * group, head_dim, device=where.device).to(q_dtype)
             device_indptr = torch.tensor(indptr, dtype=torch.int32, device=where.device)
             if path == "flashinfer":
-                flashinfer = FlashInfer(streams, group, q_dtype)
+                flashinfer = FlashInfer(streams, group, q_dtype, **scales)
                 if name == "decode":
                     flashinfer.plan_decode()
                 else:
@@ -153,19 +165,21 @@ def check_attention(where: Where, path: str) -> Iterator[tuple[str, float]]:
                 out, lse = flashinfer.run(q, 1)
             elif name == "decode":
                 out, lse = triton("attention").decode(
-                    q, streams, 1, sm_scale=scale, return_lse=True
+                    q, streams, 1, sm_scale=scale, return_lse=True, **scales
                 )
             else:
                 out, lse = triton("attention").extend(
-                    q, device_indptr, streams, 1, sm_scale=scale, return_lse=True
+                    q, device_indptr, streams, 1, sm_scale=scale, return_lse=True, **scales
                 )
             expected: tuple[Tensor, Tensor]
             if name == "decode":
-                expected = reference.decode(q.cpu(), plain, 1, sm_scale=scale)
+                expected = reference.decode(q.cpu(), plain, 1, sm_scale=scale, **scales)
             else:
-                expected = reference.extend(q.cpu(), device_indptr.cpu(), plain, 1, sm_scale=scale)
-            yield f"{path} {name} group {group} head_dim {head_dim}", _distance(out, expected[0])
-            yield f"{path} {name} lse {group}", _distance(lse, expected[1])
+                host = device_indptr.cpu()
+                expected = reference.extend(q.cpu(), host, plain, 1, sm_scale=scale, **scales)
+            case = f"{path} {name} group {group} head_dim {head_dim} {dtype}"
+            yield case, _distance(out, expected[0])
+            yield f"{case} lse", _distance(lse, expected[1])
 
 
 def check_transfer(where: Where) -> Iterator[tuple[str, float]]:
@@ -179,6 +193,14 @@ def check_transfer(where: Where) -> Iterator[tuple[str, float]]:
     triton("transfer").append(k, v, device_indptr, streams, 1)
     reference.append(k.cpu(), v.cpu(), indptr, plain, 1)
     yield "append", _distance(streams.pages, plain.pages)
+    scales = {"k_scale": 0.5, "v_scale": 2.0**-9}  # exact; some values are too large for e4m3
+    for dtype in FP8_DTYPES:
+        narrow = random_streams(where, lens, layers=2, kv_heads=2, dtype=dtype)
+        right = on_cpu(narrow)
+        triton("transfer").append(k, v, device_indptr, narrow, 1, **scales)
+        reference.append(k.cpu(), v.cpu(), indptr, right, 1, **scales)
+        bits = narrow.pages.view(torch.uint8), right.pages.view(torch.uint8)
+        yield f"append {dtype}", _distance(*bits)
 
     q = torch.randn(sum(counts), 2 * GROUP, HEAD_DIM, device=where.device).to(where.dtype)
     scale = HEAD_DIM**-0.5

@@ -21,6 +21,8 @@ def decode(
     layer_window_left: int = ...,
     out: Tensor | None = ...,
     return_lse: Literal[False] = ...,
+    k_scale: float = ...,
+    v_scale: float = ...,
 ) -> Tensor: ...
 
 
@@ -36,6 +38,8 @@ def decode(
     layer_window_left: int = ...,
     out: Tensor | None = ...,
     return_lse: Literal[True],
+    k_scale: float = ...,
+    v_scale: float = ...,
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -50,6 +54,8 @@ def decode(
     layer_window_left: int = -1,
     out: Tensor | None = None,
     return_lse: bool = False,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of each request's newest token, which its streams already hold.
 
@@ -62,6 +68,7 @@ def decode(
       see a query rotated to where it would stand if nothing lay between them and the window
     - `layer_window_left`: the layer's own sliding window, -1 for none; it bounds sinks as well
     - `out`: bf16 or fp32, the shape of `q`; by default a new tensor with the dtype of `q`
+    - `k_scale`, `v_scale`: what the pages hold times these are the keys and values
 
     Returns `out`, and with `return_lse` also the log-sum-exp of the scaled scores in base 2, fp32
     [batch, num_qo_heads]. A request's results do not depend on the rest of the batch or on the
@@ -83,6 +90,8 @@ def decode(
         streams.slots,
         layer,
         sm_scale,
+        k_scale,
+        v_scale,
         logits_soft_cap,
         layer_window_left,
         torch.get_num_threads(),
@@ -103,6 +112,8 @@ def extend(
     layer_window_left: int = ...,
     out: Tensor | None = ...,
     return_lse: Literal[False] = ...,
+    k_scale: float = ...,
+    v_scale: float = ...,
 ) -> Tensor: ...
 
 
@@ -119,6 +130,8 @@ def extend(
     layer_window_left: int = ...,
     out: Tensor | None = ...,
     return_lse: Literal[True],
+    k_scale: float = ...,
+    v_scale: float = ...,
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -134,6 +147,8 @@ def extend(
     layer_window_left: int = -1,
     out: Tensor | None = None,
     return_lse: bool = False,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of each request's newest tokens, which its streams already hold.
 
@@ -159,6 +174,8 @@ def extend(
         streams.slots,
         layer,
         sm_scale,
+        k_scale,
+        v_scale,
         logits_soft_cap,
         layer_window_left,
         torch.get_num_threads(),

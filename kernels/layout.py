@@ -10,6 +10,8 @@ from torch import Tensor
 HEAD_DIMS = (64, 80, 96, 128, 256)
 PAGE_SIZES = (1, 16, 32)
 ALIGNMENT_BYTES = 128
+#: 8-bit pages hold keys and values divided by a scale of their layer.
+FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 # Columns of PagedStreams.desc.
 KV_LEN, GAP, NUM_SINKS, WINDOW_LEFT = range(4)
@@ -71,7 +73,7 @@ def _ask_for_huge_pages(memory: Tensor) -> None:
 class PagedStreams:
     """The streams of a batch. A stream is one (layer, KV head) of one request.
 
-    - `pages`: the pool, from `allocate_pages`
+    - `pages`: the pool, from `allocate_pages`; bf16, fp32, or one of `FP8_DTYPES`
     - `table`: int32 [slots, layers, kv_heads, max_pages], page ids; contiguous
     - `desc`: int32 [slots, layers, kv_heads, 4], (kv_len, gap, num_sinks, window_left); contiguous
     - `slots`: int32 [batch], the row of `table` and `desc` of each request of the batch

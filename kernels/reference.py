@@ -8,7 +8,7 @@ import math
 import torch
 from torch import Tensor
 
-from sglang_kv.kernels.layout import KV_LEN, PagedStreams
+from sglang_kv.kernels.layout import FP8_DTYPES, KV_LEN, PagedStreams
 
 
 def visible_mask(
@@ -90,6 +90,8 @@ def extend(
     sink_q: Tensor | None = None,
     logits_soft_cap: float = 0.0,
     layer_window_left: int = -1,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """`attention.extend` in fp32: [total_q, num_qo_heads, head_dim] and its base-2 lse."""
     out = torch.zeros(q.shape)
@@ -103,6 +105,7 @@ def extend(
                 continue
             heads = slice(h * group, (h + 1) * group)
             k, v = stream_tokens(streams, slot, layer, h)
+            k, v = k * k_scale, v * v_scale
             scoring = (sm_scale, logits_soft_cap, layer_window_left)
             logits = masked_logits(q[begin:end, heads], k, desc, streams.page_size, *scoring)
             if sink_q is not None:
@@ -125,6 +128,8 @@ def decode(
     sink_q: Tensor | None = None,
     logits_soft_cap: float = 0.0,
     layer_window_left: int = -1,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """`attention.decode` in fp32: [batch, num_qo_heads, head_dim] and its base-2 lse."""
     return extend(
@@ -136,6 +141,8 @@ def decode(
         sink_q=sink_q,
         logits_soft_cap=logits_soft_cap,
         layer_window_left=layer_window_left,
+        k_scale=k_scale,
+        v_scale=v_scale,
     )
 
 
@@ -152,6 +159,7 @@ def column_sums(
     sm_scale: float,
     logits_soft_cap: float = 0.0,
     layer_window_left: int = -1,
+    k_scale: float = 1.0,
 ) -> None:
     """`scores.column_sums` in fp32, with a matrix of weights for each stream."""
     if qo_indptr is None:
@@ -169,7 +177,7 @@ def column_sums(
             k, _ = stream_tokens(streams, slot, layer, h)
             logits = masked_logits(
                 q[rows, heads],
-                k,
+                k * k_scale,
                 desc,
                 streams.page_size,
                 sm_scale,
@@ -182,10 +190,28 @@ def column_sums(
             scores[score_slot, layer, h, : desc[KV_LEN]] += weights.sum((0, 1))
 
 
+def as_stored(values: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+    """Keys or values as pages of `dtype` hold them; torch alone would make NaN of large ones."""
+    values = values.float() / scale
+    if dtype in FP8_DTYPES:
+        largest = torch.finfo(dtype).max
+        values = values.clamp(-largest, largest)
+    return values.to(dtype)
+
+
 def append(
-    k: Tensor, v: Tensor, qo_indptr: Tensor | None, streams: PagedStreams, layer: int
+    k: Tensor,
+    v: Tensor,
+    qo_indptr: Tensor | None,
+    streams: PagedStreams,
+    layer: int,
+    *,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> None:
     """`transfer.append`, token by token."""
+    k = as_stored(k, k_scale, streams.pages.dtype)
+    v = as_stored(v, v_scale, streams.pages.dtype)
     if qo_indptr is None:
         qo_indptr = torch.arange(len(streams.slots) + 1)
     for b, slot in enumerate(streams.slots.tolist()):

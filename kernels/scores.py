@@ -20,6 +20,7 @@ def column_sums(
     sm_scale: float,
     logits_soft_cap: float = 0.0,
     layer_window_left: int = -1,
+    k_scale: float = 1.0,
 ) -> None:
     """Add to `scores` the attention weights that each key received from the newest queries.
 
@@ -36,6 +37,7 @@ def column_sums(
     - `scores`: fp32 [score_slots, layers, kv_heads, width], contiguous
     - `score_slots`: int32 [batch], the row of `scores` of each request, no two the same; -1 for a
       request that is not scored: it costs nothing, and its `first_query` is not read
+    - `k_scale`: what the pages hold times this are the keys
 
     `scores[score_slots[b], layer, h, i]` grows by the sum of 2^(logit - lse) over the counted
     queries that see token index i of the stream, and over the query heads of KV head h. Rows are
@@ -59,6 +61,7 @@ def column_sums(
         scores,
         score_slots,
         sm_scale,
+        k_scale,
         logits_soft_cap,
         layer_window_left,
         torch.get_num_threads(),

@@ -8,13 +8,24 @@ from sglang_kv.kernels.layout import PagedStreams
 
 
 def append(
-    k: Tensor, v: Tensor, qo_indptr: Tensor | None, streams: PagedStreams, layer: int
+    k: Tensor,
+    v: Tensor,
+    qo_indptr: Tensor | None,
+    streams: PagedStreams,
+    layer: int,
+    *,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> None:
     """Write new tokens at the end of their streams, whose `kv_len` counts them already.
 
     - `k`, `v`: bf16 or fp32 [total, num_kv_heads, head_dim], cast to the dtype of the pages; any
       strides but the last
     - `qo_indptr`: int32 [batch + 1], the rows of each request; None for one token per request
+    - `k_scale`, `v_scale`: keys and values are divided by these before they are stored
+
+    8-bit floats are rounded to the nearest, to even in the middle; what is too large for them, and
+    infinity, becomes the largest number, and NaN stays NaN.
 
     Row j of the n of a request becomes token index `kv_len - n + j` of each of its streams. A
     stream of kv_len 0 (a padded row) takes nothing.
@@ -30,6 +41,8 @@ def append(
         streams.desc,
         streams.slots,
         layer,
+        k_scale,
+        v_scale,
         torch.get_num_threads(),
     )
 

@@ -13,6 +13,7 @@ from sglang_kv import runtime
 from sglang_kv.fold import ScorePass
 from sglang_kv.kernel_paths import choose, kernels_of, upload
 from sglang_kv.kernels.layout import PagedStreams
+from sglang_kv.kv_dtypes import layer_scales
 from sglang_kv.kvcache import HeadPageKVPool
 from sglang_kv.rotary import Rotary
 from sglang_kv.streams import ANYWHERE
@@ -47,6 +48,7 @@ class HeadPageAttnBackend(AttentionBackend):
         self.device = pool.pages.device
         self.kernels = kernels_of(self.device.type)
         self.first_layer = pool.start_layer
+        self.scales = layer_scales(model_runner.model, pool)
         layers = range(pool.start_layer, pool.start_layer + pool.layer_num)
         context = model_runner.model_config.context_len
         positions = min(context, self.ledger.trained_length or context)
@@ -145,7 +147,8 @@ class HeadPageAttnBackend(AttentionBackend):
         heads, dim = layer.tp_k_head_num, layer.head_dim
         if save_kv_cache and k is not None:
             k, v = k.view(-1, heads, dim), v.view(-1, heads, dim)
-            self.kernels.append(k, v, self._indptr, self._streams, index)
+            scales = self.scales[index]._asdict()
+            self.kernels.append(k, v, self._indptr, self._streams, index, **scales)
         query = q.view(-1, layer.tp_q_head_num, dim)
         options = layer_options(layer)
         seen_by_sinks = None
@@ -162,6 +165,7 @@ class HeadPageAttnBackend(AttentionBackend):
                 index,
                 self.ledger.folder.scores.values,
                 self._scored.slots,
+                k_scale=self.scales[index].k_scale,
                 **options,
             )
         return out.view(q.shape[0], -1)
@@ -176,7 +180,8 @@ class HeadPageAttnBackend(AttentionBackend):
         options: dict[str, Any],
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attention of the new tokens in one layer; the lse where tokens are scored."""
-        options = {**options, "sink_q": sink_q, "return_lse": self._scored is not None}
+        options = {**options, **self.scales[index]._asdict()}
+        options |= {"sink_q": sink_q, "return_lse": self._scored is not None}
         if self._indptr is None:
             done = self.kernels.decode(query, self._streams, index, **options)
         else:

@@ -23,6 +23,7 @@ from sglang_kv.backend import HeadPageAttnBackend, layer_options
 from sglang_kv.device_streams import DeviceStreams
 from sglang_kv.kernel_paths import FLASHINFER, upload
 from sglang_kv.kernels.layout import PagedStreams
+from sglang_kv.kv_dtypes import attention_layers
 from sglang_kv.streams import ANYWHERE, KV_LEN
 
 if TYPE_CHECKING:
@@ -46,10 +47,28 @@ class DeviceAttnBackend(HeadPageAttnBackend):
         self._device_streams = DeviceStreams(self.ledger.streams, self.device)
         self._graph_streams: PagedStreams | None = None
         self._context_pages = -(-model_runner.model_config.context_len // self.ledger.page_size)
-        self.flashinfer: Any = None
-        if path == FLASHINFER:
-            self.flashinfer = _flashinfer(model_runner, self.token_to_kv_pool)
+        self.flashinfer: Any = self._flashinfer(model_runner) if path == FLASHINFER else None
         self._planned = False
+
+    def _flashinfer(self, model_runner: ModelRunner) -> Any:
+        # Here, so that only a server that runs it imports it.
+        from sglang_kv.kernels.flashinfer.attention import FlashInferAttention, LayerOptions
+
+        pool = self.token_to_kv_pool
+        layers = attention_layers(model_runner.model, pool)
+        return FlashInferAttention(
+            [
+                LayerOptions(*layer_options(layer).values())._replace(**scales._asdict())
+                for layer, scales in zip(layers, self.scales, strict=True)
+            ],
+            num_qo_heads=layers[0].tp_q_head_num,
+            num_kv_heads=pool.head_num,
+            head_dim=pool.head_dim,
+            page_size=pool.page_size,
+            q_dtype=model_runner.dtype,
+            kv_dtype=pool.dtype,
+            device=pool.pages.device,
+        )
 
     # -- once per forward --
 
@@ -156,26 +175,3 @@ class DeviceAttnBackend(HeadPageAttnBackend):
             s is not None and s.scored_queries(s.length - 1, s.length) is not None for s in states
         )
         return not placed.any() and not scored
-
-
-def _flashinfer(model_runner: ModelRunner, pool: Any) -> Any:
-    from sglang.srt.layers.radix_attention import RadixAttention
-
-    from sglang_kv.kernels.flashinfer.attention import FlashInferAttention, LayerOptions
-
-    layers: dict[int, Any] = {}
-    for module in model_runner.model.modules():
-        if isinstance(module, RadixAttention):
-            layers[module.layer_id] = module
-    found = [layers[pool.start_layer + i] for i in range(pool.layer_num)]
-    options = [LayerOptions(*layer_options(layer).values()) for layer in found]
-    return FlashInferAttention(
-        options,
-        num_qo_heads=found[0].tp_q_head_num,
-        num_kv_heads=pool.head_num,
-        head_dim=pool.head_dim,
-        page_size=pool.page_size,
-        q_dtype=model_runner.dtype,
-        kv_dtype=pool.dtype,
-        device=pool.pages.device,
-    )

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
-from sglang_kv import runtime
+from sglang_kv import kv_dtypes, runtime
 from sglang_kv.admission import check_request, gated_adder
 from sglang_kv.capacity import log_plan
 from sglang_kv.compression import Geometry, PolicyError, parse_policy
@@ -76,6 +76,7 @@ def _build_mha_kv_pool(self: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[
     options = active_options()
     if options is None or not options.active:
         return None
+    kv_dtypes.settle(self)
     return (self,), {**kwargs, "mha_pool_class": HeadPageKVPool}
 
 

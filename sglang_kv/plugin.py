@@ -55,9 +55,9 @@ def _register() -> None:
 def _all_hooks() -> list[tuple[str, Any, str]]:
     import torch
 
-    from sglang_kv import fused, hooks, metrics, prefix_metrics, report, tenants
+    from sglang_kv import fused, hooks, kv_dtypes, metrics, prefix_metrics, report, tenants
 
-    modules = (hooks, report, metrics, prefix_metrics, fused, tenants)
+    modules = (hooks, report, metrics, prefix_metrics, fused, tenants, kv_dtypes)
     of_gpus = hooks.GPU_HOOKS if torch.cuda.is_available() else []
     return [*(hook for module in modules for hook in module.HOOKS), *of_gpus]
 

@@ -15,6 +15,8 @@ BACKEND = AUTO
 DEFAULT_PAGE_SIZE = 16
 #: Which prefixes go first where the operator does not say.
 DEFAULT_ORDER = "importance"
+#: Values of ``--kv-cache-dtype`` that head pages can be in.
+KV_CACHE_DTYPES = ("auto", "bf16", "bfloat16", "fp8_e4m3", "fp8_e5m2")
 
 _COMBINED = "--kv-compression cannot be combined with: "
 
@@ -142,8 +144,8 @@ def _problems(args: Any) -> list[str]:
         (args.is_embedding, "embedding models"),
         (args.enable_torch_compile, "--enable-torch-compile"),
         (
-            args.kv_cache_dtype not in ("auto", "bf16", "bfloat16"),
-            f"--kv-cache-dtype {args.kv_cache_dtype}",
+            args.kv_cache_dtype not in KV_CACHE_DTYPES,
+            f"--kv-cache-dtype {args.kv_cache_dtype} (there are {', '.join(KV_CACHE_DTYPES)})",
         ),
         (args.tokenizer_worker_num > 1, "--tokenizer-worker-num above 1"),
         (

@@ -49,7 +49,8 @@ struct AttentionArgs {
   float* lse;  // [total_q, num_qo_heads], or null
   const int32_t* qo_indptr;  // [batch + 1]; null: one query per request
   int64_t num_qo_heads;
-  float sm_scale;
+  float sm_scale;  // of raw scores, the scale of stored keys included
+  float v_scale;   // of stored values
   float logits_soft_cap;
   int64_t layer_window_left;
   int num_threads;
@@ -77,7 +78,7 @@ struct AttentionArgs {
   // Divides the accumulated values by their weight. A query that saw nothing gets zeros, and -inf.
   void write_result(int64_t row, int64_t head, int64_t head_dim, const float* acc, float max,
                     float sum) const {
-    const float inverse = sum > 0.f ? 1.f / sum : 0.f;
+    const float inverse = sum > 0.f ? v_scale / sum : 0.f;
     const int64_t offset = row * out_stride_n + head * out_stride_h;
     for (int64_t d = 0; d < head_dim; d += kLanes) {
       const F32x16 value = load(acc + d) * inverse;

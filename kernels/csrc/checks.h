@@ -10,6 +10,7 @@
 #include <cstdint>
 
 #include "attention.h"
+#include "fp8.h"
 #include "streams.h"
 
 // A message about the arguments of a public op; `condition` is evaluated once.
@@ -28,6 +29,12 @@ inline bool is_bf16(TensorView t) {
 }
 inline bool is_f32(TensorView t) {
   return t.dtype().code == kDLFloat && t.dtype().bits == 32 && t.dtype().lanes == 1;
+}
+// The 8-bit floats of a tensor, or null.
+inline const Fp8* fp8_of(TensorView t) {
+  if (t.dtype().bits != 8 || t.dtype().lanes != 1) return nullptr;
+  if (t.dtype().code == kDLFloat8_e4m3fn) return &kE4m3;
+  return t.dtype().code == kDLFloat8_e5m2 ? &kE5m2 : nullptr;
 }
 inline bool is_int(TensorView t, int bits) {
   return t.dtype().code == kDLInt && t.dtype().bits == bits && t.dtype().lanes == 1;
@@ -73,6 +80,7 @@ inline Streams pool_of(TensorView pages) {
   s.kv_stride = pages.stride(1) * s.element_size;
   s.page_size = pages.size(2);
   s.head_dim = pages.size(3);
+  s.fp8 = fp8_of(pages);
   return s;
 }
 
@@ -81,7 +89,8 @@ inline Streams pool_of(TensorView pages) {
 inline Streams streams_of(TensorView pages, TensorView table, TensorView desc, TensorView slots,
                           int64_t layer, const int32_t* first, int64_t total) {
   Streams s = pool_of(pages);
-  SGLANG_KV_REQUIRE(is_bf16(pages) || is_f32(pages), "pages must be bfloat16 or float32");
+  SGLANG_KV_REQUIRE(is_bf16(pages) || is_f32(pages) || s.fp8,
+                    "pages must be bfloat16, float32, float8_e4m3fn or float8_e5m2");
   SGLANG_KV_REQUIRE(s.head_dim % kLanes == 0 && s.head_dim <= kMaxHeadDim,
                     "pages have head_dim " << s.head_dim << ", expected a multiple of " << kLanes
                                            << " up to " << kMaxHeadDim);
@@ -132,8 +141,13 @@ inline Queries queries_of(TensorView q) {
   return {q.data_ptr(), q.stride(0), q.stride(1), is_bf16(q)};
 }
 
-// Queries, and how they are scored.
-inline AttentionArgs query_args(const Streams& s, TensorView q, double sm_scale,
+inline void require_scale(double scale, const char* name) {
+  SGLANG_KV_REQUIRE(scale > 0.0 && scale < kInf,
+                    name << " must be positive and finite, not " << scale);
+}
+
+// Queries, and how they are scored. What the pages hold times `k_scale` are the keys.
+inline AttentionArgs query_args(const Streams& s, TensorView q, double sm_scale, double k_scale,
                                 double logits_soft_cap, int64_t layer_window_left,
                                 int64_t num_threads) {
   require_rows(q, "q", -1, s.head_dim);
@@ -141,12 +155,14 @@ inline AttentionArgs query_args(const Streams& s, TensorView q, double sm_scale,
                     "q has " << q.size(1) << " heads for " << s.num_kv_heads
                              << " KV heads; at most " << kMaxGroup << " may share one");
   SGLANG_KV_REQUIRE(sm_scale > 0.0, "sm_scale must be positive, not " << sm_scale);
+  require_scale(k_scale, "k_scale");
   SGLANG_KV_REQUIRE(logits_soft_cap >= 0.0,
                     "logits_soft_cap must not be negative, it is " << logits_soft_cap);
   AttentionArgs a = {};
   a.q = queries_of(q);
   a.num_qo_heads = q.size(1);
-  a.sm_scale = static_cast<float>(sm_scale);
+  a.sm_scale = static_cast<float>(sm_scale * k_scale);
+  a.v_scale = 1.f;
   a.logits_soft_cap = static_cast<float>(logits_soft_cap);
   a.layer_window_left = layer_window_left;
   a.num_threads = static_cast<int>(num_threads);
@@ -156,10 +172,12 @@ inline AttentionArgs query_args(const Streams& s, TensorView q, double sm_scale,
 // The arguments that decode and extend share.
 inline AttentionArgs attention_args(const Streams& s, TensorView q, Optional<TensorView> sink_q,
                                     TensorView out, Optional<TensorView> lse, double sm_scale,
-                                    double logits_soft_cap, int64_t layer_window_left,
-                                    int64_t num_threads) {
+                                    double k_scale, double v_scale, double logits_soft_cap,
+                                    int64_t layer_window_left, int64_t num_threads) {
   AttentionArgs a =
-      query_args(s, q, sm_scale, logits_soft_cap, layer_window_left, num_threads);
+      query_args(s, q, sm_scale, k_scale, logits_soft_cap, layer_window_left, num_threads);
+  require_scale(v_scale, "v_scale");
+  a.v_scale = static_cast<float>(v_scale);
   if (sink_q.has_value()) {
     const TensorView t = sink_q.value();
     require_rows(t, "sink_q", q.size(1), s.head_dim);

@@ -7,11 +7,11 @@ namespace {
 
 void decode_cpu(TensorView q, Optional<TensorView> sink_q, TensorView out,
                 Optional<TensorView> lse, TensorView pages, TensorView table, TensorView desc,
-                TensorView slots, int64_t layer, double sm_scale, double logits_soft_cap,
-                int64_t layer_window_left, int64_t num_threads) {
+                TensorView slots, int64_t layer, double sm_scale, double k_scale, double v_scale,
+                double logits_soft_cap, int64_t layer_window_left, int64_t num_threads) {
   const Streams s = streams_of(pages, table, desc, slots, layer, nullptr, q.size(0));
-  const AttentionArgs a = attention_args(s, q, sink_q, out, lse, sm_scale, logits_soft_cap,
-                                         layer_window_left, num_threads);
+  const AttentionArgs a = attention_args(s, q, sink_q, out, lse, sm_scale, k_scale, v_scale,
+                                         logits_soft_cap, layer_window_left, num_threads);
   require_pages(decode(a, s, is_bf16(pages)));
 }
 

@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "attention.h"
+#include "fp8.h"
 #include "rows.h"
 
 namespace sglang_kv {
@@ -36,14 +37,19 @@ void read_group(const Queries& from, int64_t row, int64_t head, int heads, int64
   }
 }
 
-// Some rows that will be read soon.
+// Keys that will be read soon; with their values, where `v_offset` says how far behind those lie.
 template <typename T>
 struct Rows {
   const T* const* rows = nullptr;
   int count = 0;
+  int64_t size = 0;  // of a row in its page, in elements of T
+  int64_t v_offset = 0;
 
-  SGLANG_KV_INLINE void fetch(int begin, int size, int64_t head_dim) const {
-    for (int i = begin; i < std::min(begin + size, count); ++i) prefetch_row(rows[i], head_dim);
+  SGLANG_KV_INLINE void fetch(int begin, int many) const {
+    for (int i = begin; i < std::min(begin + many, count); ++i) {
+      prefetch_row(rows[i], size);
+      if (v_offset) prefetch_row(rows[i] + v_offset, size);
+    }
   }
 };
 
@@ -55,11 +61,18 @@ struct KeyBlock {
 
   void gather(const Streams& s, const Stream& stream, Range range, std::atomic<bool>& bad_page) {
     count = s.key_rows(stream, range, rows, bad_page);
+    pad();
+  }
+  // 8-bit rows, into `wide`: [2, kKeys, head_dim].
+  void widen(const Streams& s, float* wide) {
+    if (!s.fp8) return;
+    widen_rows(s, rows, count, wide, wide + kKeys * s.head_dim);
+    pad();
+  }
+  void pad() {
     // Scoring goes by sixteen: repeat a row that is certainly there, and mask its score.
     for (int i = count; i % kLanes; ++i) rows[i] = rows[count - 1];
   }
-
-  Rows<T> from(int n) const { return {rows + n, count - n}; }
 };
 
 }  // namespace sglang_kv

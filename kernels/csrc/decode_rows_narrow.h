@@ -54,7 +54,7 @@ SGLANG_KV_KERNEL void multiply_keys(const T* const* keys, const GroupQueries& q,
                                     int64_t head_dim, Rows<T> prefetch,
                                     FloatPart (*sums)[kLanes]) {
   for (int n = 0; n < kLanes; n += kNarrowKeys) {
-    prefetch.fetch(n, kNarrowKeys, head_dim);
+    prefetch.fetch(n, kNarrowKeys);
     const T* const rows[kNarrowKeys] = {keys[n], keys[n + 1], keys[n + 2], keys[n + 3]};
     FloatPart acc[kNarrowKeys][kCount] = {};
     int64_t d = 0;

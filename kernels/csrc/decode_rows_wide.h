@@ -53,7 +53,7 @@ SGLANG_KV_INLINE F32x16 score_keys(const T* const* keys, const GroupQueries& q, 
 template <typename T, bool kBf16Dot, int kHeads>
 SGLANG_KV_INLINE void score_strip(const T* const* keys, const GroupQueries& q, int64_t head_dim,
                                   int n, Rows<T> prefetch, float (*scores)[kKeys]) {
-  prefetch.fetch(0, kLanes, head_dim);
+  prefetch.fetch(0, kLanes);
   for (int g = 0; g < kHeads; ++g) {
     store(scores[g] + n, score_keys<T, kBf16Dot>(keys, q, g, head_dim));
   }

@@ -14,6 +14,7 @@
 #else
 #include "decode_rows_narrow.h"
 #endif
+#include "fp8.h"
 
 namespace sglang_kv {
 
@@ -36,8 +37,13 @@ template <typename T, bool kBf16Dot, int kHeads>
 void attend_split(const AttentionArgs& a, const Streams& s, const DecodeItem& item, int64_t head,
                   PartialState* state, std::atomic<bool>& bad_page) {
   const Stream stream = s(item.request, item.kv_head);
-  const int64_t v_offset = s.kv_stride / static_cast<int64_t>(sizeof(T));
   const int64_t dim = s.head_dim;
+  const int64_t v_offset = block_v_offset<T>(s);
+  // The next block is fetched where its pages are; 8-bit rows are widened when their turn comes.
+  const int64_t next_v_offset = s.kv_stride / static_cast<int64_t>(sizeof(T));
+  const int64_t row_size = s.row_size<T>();
+  static thread_local Scratch<float> wide_scratch;
+  float* wide = s.fp8 ? wide_scratch.reserve(2 * kKeys * dim) : nullptr;
 
   GroupQueries q;
   const bool own_queries = item.are_sinks && a.sink_q.data;
@@ -57,8 +63,8 @@ void attend_split(const AttentionArgs& a, const Streams& s, const DecodeItem& it
   };
   next->gather(s, stream, block_at(item.tokens.begin), bad_page);
   for (int n = 0; n < next->count; ++n) {
-    prefetch_row(next->rows[n], dim);
-    prefetch_row(next->rows[n] + v_offset, dim);
+    prefetch_row(next->rows[n], row_size);
+    prefetch_row(next->rows[n] + next_v_offset, row_size);
   }
   for (int64_t begin = item.tokens.begin; begin < item.tokens.end; begin += kKeys) {
     std::swap(block, next);
@@ -66,10 +72,12 @@ void attend_split(const AttentionArgs& a, const Streams& s, const DecodeItem& it
     if (begin + kKeys < item.tokens.end) {
       next->gather(s, stream, block_at(begin + kKeys), bad_page);
     }
+    block->widen(s, wide);
 
     const int strips = (block->count + kLanes - 1) / kLanes * kLanes;
     for (int n = 0; n < strips; n += kLanes) {
-      score_strip<T, kBf16Dot, kHeads>(block->rows + n, q, dim, n, next->from(n), weights);
+      const Rows<T> soon = {next->rows + n, next->count - n, row_size, s.fp8 ? next_v_offset : 0};
+      score_strip<T, kBf16Dot, kHeads>(block->rows + n, q, dim, n, soon, weights);
     }
     for (int g = 0; g < kHeads; ++g) {
       a.cap(weights[g], strips);
@@ -88,7 +96,7 @@ void attend_split(const AttentionArgs& a, const Streams& s, const DecodeItem& it
       }
     }
 
-    weigh_values<T, kHeads>(*block, v_offset, dim, weights, decay, acc, next);
+    weigh_values<T, kHeads>(*block, v_offset, dim, weights, decay, acc, s.fp8 ? nullptr : next);
   }
 
   for (int g = 0; g < kHeads; ++g) {

@@ -19,14 +19,15 @@ void extend_items(const AttentionArgs& a, const Streams& s, const std::vector<Ex
   static thread_local Scratch<Visible> seen;
   constexpr int64_t kRowsMax = kTileRows + kRows;
   const int64_t dim = s.head_dim;
-  float* p = floats.reserve((3 * kRowsMax + 2 * kKeys) * dim + kRowsMax * (kLanes + 1));
+  float* p = floats.reserve((3 * kRowsMax + 4 * kKeys) * dim + kRowsMax * (kLanes + 1));
   ExtendBuffers buffers;
   buffers.q = p;
   buffers.sink_q = buffers.q + kRowsMax * dim;
   buffers.acc = buffers.sink_q + kRowsMax * dim;
   buffers.k = reinterpret_cast<int32_t*>(buffers.acc + kRowsMax * dim);
   buffers.v = reinterpret_cast<float*>(buffers.k) + kKeys * dim;
-  buffers.sum = buffers.v + kKeys * dim;
+  buffers.wide = buffers.v + kKeys * dim;
+  buffers.sum = buffers.wide + 2 * kKeys * dim;
   buffers.max = buffers.sum + kRowsMax * kLanes;
   buffers.seen = seen.reserve(kTileRows);
 

@@ -13,6 +13,7 @@
 #include <cstdint>
 
 #include "attention.h"
+#include "fp8.h"
 #include "key_block.h"
 
 namespace sglang_kv {
@@ -36,6 +37,7 @@ struct ExtendBuffers {
   float* sum;     // [rows, 16]: one partial sum per lane
   int32_t* k;     // [head_dim or head_dim / 2, kKeys]: floats, or pairs of bf16
   float* v;       // [kKeys, head_dim]
+  float* wide;    // [2, kKeys, head_dim]: where 8-bit rows are widened
   Visible* seen;  // [queries]
 };
 
@@ -136,7 +138,8 @@ class ExtendTile {
   void pack(const Stream& stream, Range block) {
     const T* rows[kKeys];
     const int count = s_.key_rows(stream, block, rows, bad_page_);
-    const int64_t v_offset = s_.kv_stride / static_cast<int64_t>(sizeof(T));
+    const int64_t v_offset = block_v_offset<T>(s_);
+    widen_rows(s_, rows, count, b_.wide, b_.wide + v_offset);
     for (int n = 0; n < count; ++n) {
       for (int64_t d = 0; d < s_.head_dim; d += kLanes) {
         store(b_.v + n * s_.head_dim + d, load(rows[n] + v_offset + d));

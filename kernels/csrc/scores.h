@@ -20,11 +20,12 @@ void add_columns(const AttentionArgs& a, const ColumnArgs& c, const Streams& s,
                  std::atomic<bool>& bad_page) {
   static thread_local Scratch<float> floats;
   static thread_local Scratch<Visible> seen;
-  float* p = floats.reserve((kRunKeys + kColumnRows) * s.head_dim + kColumnRows);
+  float* p = floats.reserve((kRunKeys + kColumnRows + kLanes) * s.head_dim + kColumnRows);
   ColumnBuffers buffers;
   buffers.k = reinterpret_cast<int32_t*>(p);
   buffers.q = p + kRunKeys * s.head_dim;
-  buffers.bias = buffers.q + kColumnRows * s.head_dim;
+  buffers.wide = buffers.q + kColumnRows * s.head_dim;
+  buffers.bias = buffers.wide + kLanes * s.head_dim;
   buffers.seen = seen.reserve(kColumnRows);
 
   ColumnTile<T, kBf16Dot> tile(a, c, s, buffers, bad_page);

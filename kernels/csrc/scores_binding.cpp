@@ -60,12 +60,12 @@ ColumnArgs column_args(const AttentionArgs& a, const Streams& s, TensorView firs
 void column_sums_cpu(TensorView q, Optional<TensorView> qo_indptr, TensorView first_query,
                      TensorView lse, TensorView pages, TensorView table, TensorView desc,
                      TensorView slots, int64_t layer, TensorView scores, TensorView score_slots,
-                     double sm_scale, double logits_soft_cap, int64_t layer_window_left,
-                     int64_t num_threads) {
+                     double sm_scale, double k_scale, double logits_soft_cap,
+                     int64_t layer_window_left, int64_t num_threads) {
   const int32_t* indptr = indptr_of(qo_indptr, slots);
   const Streams s = streams_of(pages, table, desc, slots, layer, indptr, q.size(0));
   AttentionArgs a =
-      query_args(s, q, sm_scale, logits_soft_cap, layer_window_left, num_threads);
+      query_args(s, q, sm_scale, k_scale, logits_soft_cap, layer_window_left, num_threads);
   a.qo_indptr = indptr;
   const ColumnArgs c = column_args(a, s, first_query, lse_data(lse, q), scores, score_slots);
   require_pages(column_sums(a, c, s, is_bf16(pages)));

@@ -11,6 +11,7 @@
 #include <cstdint>
 
 #include "attention.h"
+#include "fp8.h"
 #include "key_block.h"
 
 namespace sglang_kv {
@@ -44,6 +45,7 @@ struct ColumnBuffers {
   float* q;       // [rows, head_dim]; for dot_bf16 as bf16
   float* bias;    // [rows]: what to add to a logit to get the logarithm of the weight
   int32_t* k;     // blocks of [head_dim or head_dim / 2, kKeys]: floats, or pairs of bf16
+  float* wide;    // [16, head_dim]: where 8-bit keys are widened
   Visible* seen;  // [queries]
 };
 
@@ -104,6 +106,7 @@ class ColumnTile {
   void pack(int block) {
     for (int n = block * kKeys; n < (block + 1) * kKeys; n += kLanes) {
       fetch(n + kKeys, kLanes);
+      widen_rows(s_, rows_ + n, kLanes, b_.wide, nullptr);
       pack_keys<T, kBf16Dot>(rows_ + n, s_.head_dim, b_.k + block * kKeys * depth() + n % kKeys);
     }
     packed_[block] = true;
@@ -111,7 +114,7 @@ class ColumnTile {
 
   void fetch(int begin, int size) const {
     for (int n = begin; n < std::min(begin + size, num_rows_); ++n) {
-      prefetch_row(rows_[n], s_.head_dim);
+      prefetch_row(rows_[n], s_.row_size<T>());
     }
   }
 

@@ -64,6 +64,8 @@ inline Visible visible_ranges(const Stream& s, int64_t page_size, int64_t index,
   return {sinks, window};
 }
 
+struct Fp8;
+
 // The streams of a batch in one layer, and the pool that holds them. Strides are in bytes.
 struct Streams {
   const char* pages;
@@ -73,6 +75,7 @@ struct Streams {
   int64_t page_size;
   int64_t head_dim;
   int64_t element_size;
+  const Fp8* fp8;  // the format of 8-bit pages; null for others
 
   const int32_t* table;  // [slots, layers, kv_heads, max_pages]
   const int32_t* desc;   // [slots, layers, kv_heads, 4]
@@ -99,6 +102,12 @@ struct Streams {
     return const_cast<char*>(pages) + id * page_stride;
   }
 
+  // What a row takes, in elements of T.
+  template <typename T>
+  int64_t row_size() const {
+    return head_dim * element_size / static_cast<int64_t>(sizeof(T));
+  }
+
   // Addresses of the K rows of `range`, in order. Returns their number.
   template <typename T>
   int key_rows(const Stream& stream, Range range, const T** rows,
@@ -107,9 +116,11 @@ struct Streams {
     int64_t page_index = range.begin / page_size;
     int64_t slot = range.begin % page_size;
     for (int64_t left = range.size(); left > 0; ++page_index, slot = 0) {
-      const T* base = reinterpret_cast<const T*>(page(stream.pages[page_index], bad_page));
+      const char* base = page(stream.pages[page_index], bad_page);
       const int64_t run = std::min(left, page_size - slot);
-      for (int64_t i = 0; i < run; ++i) rows[count++] = base + (slot + i) * head_dim;
+      for (int64_t i = 0; i < run; ++i) {
+        rows[count++] = reinterpret_cast<const T*>(base + (slot + i) * head_dim * element_size);
+      }
       left -= run;
     }
     return count;

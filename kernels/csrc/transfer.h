@@ -8,6 +8,7 @@
 #include <type_traits>
 
 #include "attention.h"
+#include "fp8.h"
 #include "streams.h"
 #include "vec.h"
 
@@ -19,18 +20,27 @@ struct TokenRows {
   int64_t stride_n;
   int64_t stride_h;
   bool is_bf16;
+  float scale;  // what they are divided by before they are stored
 };
 
+// A row into a page; To is uint8_t for 8-bit floats.
 template <typename To>
-void copy_row(const TokenRows& from, int64_t token, int64_t head, int64_t head_dim, To* to) {
+void copy_row(const TokenRows& from, int64_t token, int64_t head, const Streams& s, To* to) {
+  constexpr bool kFp8 = std::is_same_v<To, uint8_t>;
   const int64_t offset = token * from.stride_n + head * from.stride_h;
-  if (from.is_bf16 == std::is_same_v<To, bf16>) {
-    std::memcpy(to, static_cast<const To*>(from.data) + offset, head_dim * sizeof(To));
+  if (!kFp8 && from.is_bf16 == std::is_same_v<To, bf16> && from.scale == 1.f) {
+    std::memcpy(to, static_cast<const To*>(from.data) + offset, s.head_dim * sizeof(To));
     return;
   }
-  for (int64_t d = 0; d < head_dim; d += kLanes) {
-    store(to + d, from.is_bf16 ? load(static_cast<const bf16*>(from.data) + offset + d)
-                               : load(static_cast<const float*>(from.data) + offset + d));
+  for (int64_t d = 0; d < s.head_dim; d += kLanes) {
+    const F32x16 row = from.is_bf16 ? load(static_cast<const bf16*>(from.data) + offset + d)
+                                    : load(static_cast<const float*>(from.data) + offset + d);
+    const F32x16 value = row / splat(from.scale);
+    if constexpr (kFp8) {
+      store(*s.fp8, to + d, value);
+    } else {
+      store(to + d, value);
+    }
   }
 }
 
@@ -53,8 +63,8 @@ bool append(const TokenRows& k, const TokenRows& v, const int32_t* indptr, const
         const int64_t index = stream.kv_len - count + j;
         T* row = reinterpret_cast<T*>(s.page(stream.pages[index / s.page_size], bad_page)) +
                  index % s.page_size * s.head_dim;
-        copy_row(k, begin + j, h, s.head_dim, row);
-        copy_row(v, begin + j, h, s.head_dim, row + s.kv_stride / sizeof(T));
+        copy_row(k, begin + j, h, s, row);
+        copy_row(v, begin + j, h, s, row + s.kv_stride / sizeof(T));
       }
     }
   }

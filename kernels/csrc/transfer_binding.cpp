@@ -7,23 +7,24 @@
 namespace sglang_kv {
 namespace {
 
-TokenRows token_rows(TensorView t, const char* name, const Streams& s, int64_t total) {
+TokenRows token_rows(TensorView t, const char* name, const Streams& s, int64_t total,
+                     double scale, const char* scale_name) {
   require_rows(t, name, s.num_kv_heads, s.head_dim);
   SGLANG_KV_REQUIRE(t.size(0) == total, name << " has " << t.size(0) << " tokens, k has " << total);
-  return {t.data_ptr(), t.stride(0), t.stride(1), is_bf16(t)};
+  require_scale(scale, scale_name);
+  return {t.data_ptr(), t.stride(0), t.stride(1), is_bf16(t), static_cast<float>(scale)};
 }
 
 void append_cpu(TensorView k, TensorView v, Optional<TensorView> qo_indptr, TensorView pages,
-                TensorView table, TensorView desc, TensorView slots, int64_t layer,
-                int64_t num_threads) {
+                TensorView table, TensorView desc, TensorView slots, int64_t layer, double k_scale,
+                double v_scale, int64_t num_threads) {
   const int32_t* indptr = indptr_of(qo_indptr, slots);
   const int64_t total = k.size(0);
   const Streams s = streams_of(pages, table, desc, slots, layer, indptr, total);
-  const TokenRows keys = token_rows(k, "k", s, total), values = token_rows(v, "v", s, total);
-  const bool ok = is_bf16(pages)
-                      ? append<bf16>(keys, values, indptr, s, static_cast<int>(num_threads))
-                      : append<float>(keys, values, indptr, s, static_cast<int>(num_threads));
-  require_pages(ok);
+  const TokenRows keys = token_rows(k, "k", s, total, k_scale, "k_scale");
+  const TokenRows values = token_rows(v, "v", s, total, v_scale, "v_scale");
+  const auto run = s.fp8 ? append<uint8_t> : is_bf16(pages) ? append<bf16> : append<float>;
+  require_pages(run(keys, values, indptr, s, static_cast<int>(num_threads)));
 }
 
 // A CSR list whose values lie in [0, limit(i)) for stream i.

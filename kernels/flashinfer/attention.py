@@ -34,7 +34,7 @@ from torch import Tensor
 
 from sglang_kv.kernels.flashinfer import wrappers
 from sglang_kv.kernels.flashinfer.entries import Entries, decode_entries, extend_entries
-from sglang_kv.kernels.layout import PagedStreams
+from sglang_kv.kernels.layout import FP8_DTYPES, PagedStreams
 
 #: Keys of a stream that one tile of a decode attends to, 128 KiB of K and V in bf16 at head_dim
 #: 128; docs/KERNELS.md has the choice.
@@ -52,6 +52,9 @@ class LayerOptions(NamedTuple):
     sm_scale: float
     logits_soft_cap: float = 0.0
     window_left: int = -1
+    #: What 8-bit pages hold times these are the keys and values.
+    k_scale: float = 1.0
+    v_scale: float = 1.0
 
 
 @dataclass
@@ -89,7 +92,7 @@ class FlashInferAttention:
             out = fi.run(q, layer)
 
     Args:
-        layers: of each layer, scale, soft cap and sliding window.
+        layers: of each layer, scale, soft cap, sliding window, and the scales of 8-bit pages.
         num_qo_heads, num_kv_heads, head_dim, page_size: of the model and its pages.
         q_dtype, kv_dtype: of queries and pages.
         device: where they are.
@@ -374,10 +377,14 @@ class FlashInferAttention:
         wrapper._paged_kv_indices_buf = launch.indices[layer]  # noqa: SLF001
         wrapper._paged_kv_last_page_len_buf = launch.last_page_len  # noqa: SLF001
         cache = (pages[:, 0].unsqueeze(2), pages[:, 1].unsqueeze(2))  # [pages, page_size, 1, dim]
+        scales: dict[str, float] = {}
+        if self.kv_dtype in FP8_DTYPES:  # beside the plan: layers that share one differ in them
+            options = self.layers[layer]
+            scales = {"k_scale": options.k_scale, "v_scale": options.v_scale}
         if with_lse:
-            out, lse = wrapper.run(q, cache, return_lse=True)
+            out, lse = wrapper.run(q, cache, return_lse=True, **scales)
             return out, lse
-        return wrapper.run(q, cache), None
+        return wrapper.run(q, cache, **scales), None
 
     def _queries(self, launch: _Launch, flat: Tensor, turned: Tensor) -> Tensor:
         """A launch's rows of the queries, those of sinks as sinks are scored with."""

@@ -17,7 +17,7 @@ from sglang_kv.planner.units import PlanError, check_count, element_bytes
 #: K and V of a head page each start at a multiple of so many bytes (``kernels/layout.py``).
 ALIGNMENT = 128
 #: KV dtypes that this project's head pages come in.
-PAGED_DTYPES = ("bf16", "fp16")
+PAGED_DTYPES = ("bf16", "fp16", "fp8")
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 _KV_FLAGS = {"fp8": "fp8_e4m3", "fp4": "fp4_e2m1"}
 #: What this version's server takes, with --kv-compression.
 _PAGE_SIZES = (1, 16, 32)
-_KV_DTYPES = ("bf16", "fp16")
+_KV_DTYPES = ("bf16", "fp16", "fp8")
 
 
 def serve_command(plan: CapacityPlan) -> str | None:
@@ -82,7 +82,7 @@ def cautions(plan: CapacityPlan) -> list[str]:
         if serving.page_size not in _PAGE_SIZES:
             found.append("with --kv-compression, pages are of 1, 16 or 32 tokens")
         if serving.kv_dtype not in _KV_DTYPES:
-            found.append("with --kv-compression, the KV cache is in the model's 16 bits")
+            found.append("with --kv-compression, the KV cache is in the model's 16 bits, or in fp8")
         if model.states or model.sliding or model.latent:
             found.append("with --kv-compression, this version serves models of full attention only")
     if plan.assumed:
@@ -91,6 +91,6 @@ def cautions(plan: CapacityPlan) -> list[str]:
         found.append(
             f"{plan.tokens:,} tokens are more than the {model.context:,} positions the model has"
         )
-    if serving.kv_dtype not in _KV_DTYPES and model.states:
+    if serving.kv_dtype not in ("bf16", "fp16") and model.states:
         found.append("the states keep their dtype, whatever the KV cache's is")
     return found

@@ -37,6 +37,8 @@ _LONG_NAMES = {
     "bfloat16": "bf16",
     "float16": "fp16",
     "half": "fp16",
+    "float8_e4m3fn": "fp8",
+    "float8_e5m2": "fp8",
 }
 
 #: Bytes of memory, as on the data sheet and read as 10^9: a driver reports a little more.

@@ -19,7 +19,7 @@ from sglang_kv.kernels import reference
 from sglang_kv.kernels.attention import visible_ranges
 from sglang_kv.kernels.flashinfer import entries, wrappers
 from sglang_kv.kernels.flashinfer.attention import FlashInferAttention, LayerOptions
-from sglang_kv.kernels.layout import KV_LEN, PagedStreams
+from sglang_kv.kernels.layout import FP8_DTYPES, KV_LEN, PagedStreams
 
 MakeStreams = Callable[..., PagedStreams]
 
@@ -75,6 +75,8 @@ def check_decode(fi: FlashInferAttention, streams: PagedStreams, q: Tensor, **mo
             sm_scale=options.sm_scale,
             logits_soft_cap=options.logits_soft_cap,
             layer_window_left=options.window_left,
+            k_scale=options.k_scale,
+            v_scale=options.v_scale,
             **more,
         )
         torch.testing.assert_close(out, expected, atol=1e-4, rtol=0)
@@ -97,10 +99,23 @@ def check_extend(
             sm_scale=options.sm_scale,
             logits_soft_cap=options.logits_soft_cap,
             layer_window_left=options.window_left,
+            k_scale=options.k_scale,
+            v_scale=options.v_scale,
             **more,
         )
         torch.testing.assert_close(out, expected, atol=1e-4, rtol=0)
         torch.testing.assert_close(lse, expected_lse, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", FP8_DTYPES, ids=["e4m3", "e5m2"])
+def test_fp8_pages(make_streams: MakeStreams, dtype: torch.dtype) -> None:
+    """Layers that share a plan differ in their scales; sinks apart are merged in the same units."""
+    streams = make_streams([300, 40, 17], num_layers=3, dtype=dtype, policies=[(64, 4, 15)])
+    options = [OPTIONS._replace(k_scale=k, v_scale=v) for k, v in ((1, 1), (0.4, 3), (2, 0.1))]
+    fi = attention_of(streams, 3, *options)
+    plan_decode(fi, streams)
+    check_decode(fi, streams, torch.randn(3, 6, 64), sink_q=torch.randn(3, 6, 64))
+    check_extend(fi, streams, [20, 1, 17], torch.randn(38, 6, 64))
 
 
 @pytest.mark.parametrize("page_size", [1, 16])

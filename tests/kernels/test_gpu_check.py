@@ -34,7 +34,8 @@ def test_the_dry_run_passes(
     found = json.loads((tmp_path / "correctness.json").read_text())
     assert len(found) >= 20
     assert max(found.values()) < 1e-4  # fp32
-    assert json.loads((tmp_path / "decode.json").read_text())[0]["flashinfer 1/8"] > 0
+    row = json.loads((tmp_path / "decode.json").read_text())[0]
+    assert {"flashinfer 1/1", "flashinfer 1/4", "flashinfer 1/8"} < set(row)
 
 
 def test_a_wrong_kernel_fails_the_run(

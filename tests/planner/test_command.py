@@ -179,7 +179,8 @@ def test_cautions() -> None:
         "SGLang has no int8 KV cache."
     ]
     snapkv = ("llama-3.1-8b", "--context", "8k", "--method", "snapkv")
-    assert "16 bits" in notes(*snapkv, "--kv-dtype", "fp8")[0]
+    assert notes(*snapkv, "--kv-dtype", "fp8") == []
+    assert "16 bits, or in fp8" in notes(*snapkv, "--kv-dtype", "fp4")[0]
     assert "1, 16 or 32" in notes(*snapkv, "--page-size", "64")[0]
     assert "full attention only" in notes("qwen3.8-27b", "--method", "snapkv")[0]
     assert "8,192 positions" in notes("llama-3-8b", "--context", "128k")[0]

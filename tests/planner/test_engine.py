@@ -26,6 +26,7 @@ from sglang_kv.planner.memory import (
     request_need,
 )
 from sglang_kv.planner.model import Attention
+from sglang_kv.planner.units import KV_DTYPES, parse_dtype
 
 DEMO = find_model("smollm2-135m-instruct")
 GEOMETRY = Geometry(30, 3, PAGE, find_gates("SmolLM2-135M-Instruct", 30, 3))
@@ -88,15 +89,15 @@ def test_requests_at_once_that_were_measured() -> None:
 
 @pytest.mark.parametrize("page_size", [1, 16, 32])
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"])
 def test_bytes_of_a_page_are_the_pool_s(page_size: int, head_dim: int, dtype: str) -> None:
     torch = pytest.importorskip("torch")
     from sglang_kv.kernels.layout import allocate_pages
 
-    kind = {"bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
-    pages = allocate_pages(2, page_size, head_dim, kind, "cpu")
+    pages = allocate_pages(2, page_size, head_dim, getattr(torch, dtype), "cpu")
     layer = Attention(1, head_dim, head_dim, 1)
-    serving = Serving(kv_dtype=dtype, page_size=page_size)
+    short = parse_dtype(f"torch.{dtype}", "dtype", KV_DTYPES)
+    serving = Serving(kv_dtype=short, page_size=page_size)
     assert page_bytes(layer, serving) == pages.stride(0) * pages.element_size()
     assert ALIGNMENT == ALIGNMENT_BYTES
 

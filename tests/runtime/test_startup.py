@@ -86,7 +86,6 @@ REFUSED: dict[str, tuple[list[str], str]] = {
     ),
     "hierarchical cache": (["--enable-hierarchical-cache"], "--enable-hierarchical-cache"),
     "disaggregation": (["--disaggregation-mode", "prefill"], "prefill/decode disaggregation"),
-    "fp8 KV": (["--kv-cache-dtype", "fp8_e5m2"], "--kv-cache-dtype fp8_e5m2"),
     "tokenizer workers": (["--tokenizer-worker-num", "2"], "--tokenizer-worker-num above 1"),
     "embeddings": (["--is-embedding"], "embedding models"),
     "Triton on a CPU": (["--attention-backend", "triton"], "--attention-backend triton"),
@@ -376,7 +375,7 @@ def test_gates_of_other_weights_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("device", "served"), [("cpu", True), ("cuda", True), ("xpu", False)])
-def test_devices(device: str, served: bool) -> None:
+def test_devices_and_kv_dtypes(device: str, served: bool) -> None:
     pytest.importorskip("sglang")
     from sglang_kv.startup import _problems
 
@@ -392,6 +391,12 @@ def test_devices(device: str, served: bool) -> None:
     args = Args()
     args.device = device
     assert [p.split(" ")[1] for p in _problems(args)] == ([] if served else [device])
+    for dtype in ("fp8_e4m3", "fp8_e5m2", "bf16"):
+        args.kv_cache_dtype = dtype
+        assert [p.split(" ")[1] for p in _problems(args)] == ([] if served else [device])
+    args.kv_cache_dtype = "mxfp8"
+    known = "(there are auto, bf16, bfloat16, fp8_e4m3, fp8_e5m2)"
+    assert _problems(args)[-1] == f"--kv-cache-dtype mxfp8 {known}"
 
 
 @pytest.mark.parametrize(

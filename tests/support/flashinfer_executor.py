@@ -70,7 +70,15 @@ class Wrapper:
         split = fixed_split_size
         self.tiles = [1 if split is None else -(-n // split) for n in reach.tolist()]
 
-    def run(self, q: Tensor, cache: tuple[Tensor, Tensor], *, return_lse: bool = False) -> Any:
+    def run(
+        self,
+        q: Tensor,
+        cache: tuple[Tensor, Tensor],
+        *,
+        k_scale: float | None = None,
+        v_scale: float | None = None,
+        return_lse: bool = False,
+    ) -> Any:
         indptr, last = self._paged_kv_indptr_buf.tolist(), self._paged_kv_last_page_len_buf.tolist()
         rows, indices = self._qo_indptr_buf.tolist(), self._paged_kv_indices_buf
         assert indices.dtype == torch.int32
@@ -87,7 +95,10 @@ class Wrapper:
             ids = indices[indptr[i] : indptr[i + 1]].long()
             kv_len = (indptr[i + 1] - indptr[i] - 1) * self.page_size + last[i]
             k, v = (c[ids, :, 0].flatten(0, 1)[:kv_len].float() for c in cache)
+            k = k if k_scale is None else k * k_scale
             out[these], lse[these] = self._entry(q[these].float(), k, v, num_tiles, split)
+        if v_scale is not None:
+            out *= v_scale
         return (out, lse) if return_lse else out
 
     def _entry(

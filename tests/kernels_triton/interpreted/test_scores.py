@@ -55,15 +55,17 @@ def check(
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "group", "dtype"), [(80, 3, BF16), (128, 7, torch.float8_e4m3fn)]
+    ("head_dim", "group", "dtype"),
+    [(80, 3, BF16), (128, 7, torch.float8_e4m3fn), (64, 1, torch.float8_e5m2)],
 )
 def test_shapes_and_dtypes(
     make_streams: MakeStreams, head_dim: int, group: int, dtype: torch.dtype
 ) -> None:
     streams = make_streams([35, 0, 17, 9], head_dim=head_dim, dtype=dtype)
     q = torch.randn(40, group, head_dim).to(BF16)
-    check(streams, q[:4])
-    check(streams, q, [20, 5, 6, 9], [3, 0, 6, 0])
+    scales = {"k_scale": 0.37} if dtype.itemsize == 1 else {}
+    check(streams, q[:4], **scales)
+    check(streams, q, [20, 5, 6, 9], [3, 0, 6, 0], **scales)
 
 
 @pytest.mark.parametrize("layer_window_left", [-1, 45])
