@@ -27,7 +27,7 @@ def free_port() -> int:
         return int(s.getsockname()[1])
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
     """A killed test run must not leave a server behind: it would eat a core for ever."""
     ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
@@ -71,20 +71,25 @@ class Server:
         self.command = [*head, "--model-path", str(model), "--device", device]
         self.command += ["--host", "127.0.0.1", "--port", str(self.port), *args]
         on_cpu = {"SGLANG_USE_CPU_ENGINE": "1"} if device == "cpu" else {}
-        self._process = subprocess.Popen(
-            self.command,
-            stdout=self._log,
-            stderr=subprocess.STDOUT,
-            # Far from any checkout: what runs is what is installed.
-            cwd=tempfile.gettempdir(),
-            env={**os.environ, **on_cpu, **(env or {})},
-            start_new_session=True,
-            preexec_fn=_die_with_parent,
-        )
+        whole_env = {**os.environ, **on_cpu, **(env or {})}
+        self._process = self._start(self.command, whole_env, self._log)
         with contextlib.ExitStack() as unless_it_is_up:
             unless_it_is_up.callback(self.stop)
             self._wait(start_timeout_s)
             unless_it_is_up.pop_all()
+
+    def _start(self, command: list[str], env: dict[str, str], log: Any) -> Any:
+        """Start the process; what `Server` needs of `subprocess.Popen` is what it returns."""
+        return subprocess.Popen(
+            command,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            # Far from any checkout: what runs is what is installed.
+            cwd=tempfile.gettempdir(),
+            env=env,
+            start_new_session=True,
+            preexec_fn=die_with_parent,
+        )
 
     def _wait(self, timeout_s: float) -> None:
         # SGLang answers requests before its own warm-up is done; this line ends it.

@@ -19,4 +19,8 @@ demo_model >/dev/null
 say "pytest"
 # Threads that have nothing to do must not keep the cores from the servers under test.
 export OMP_WAIT_POLICY=PASSIVE
-python -m pytest -q -m "not slow and not gpu" "$@"
+if (($#)); then
+    python -m pytest -q -m "not slow and not gpu" "$@"
+else
+    python scripts/run_tests.py
+fi

@@ -36,6 +36,16 @@ def test_a_build_is_reused_until_something_changes(sources: Path, tmp_path: Path
     assert jit.build_kernels("plain", tmp_path / "cache") != first
 
 
+def test_plain_differs_from_native_just_where_there_is_avx512(
+    sources: Path, tmp_path: Path
+) -> None:
+    (sources / "empty.cpp").write_text("int wide =\n#ifdef __AVX512F__\n1;\n#else\n0;\n#endif\n")
+    native, plain = (
+        jit.build_kernels(isa, tmp_path / "cache").read_bytes() for isa in ("native", "plain")
+    )
+    assert (native == plain) == ("avx512f" not in Path("/proc/cpuinfo").read_text())
+
+
 def test_another_cpu_gets_another_build(
     sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,7 +1,7 @@
 """The servers that the runtime tests share.
 
-Each takes half a minute of CPU to start and gigabytes of memory, so a test names the one it
-needs (`serving.uses_server`); pytest groups the tests by that, and one runs at a time.
+Each takes gigabytes of memory, and a cold one over a minute of CPU to start, so a test names the
+one it needs (`serving.uses_server`); pytest groups the tests by that, and one runs at a time.
 """
 
 from __future__ import annotations
@@ -12,12 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from warm import WarmServer
 
 from sglang_kv.benchmarks.server import Server
 
 SERVERS: dict[str, dict[str, Any]] = {
     # Memory for 2,992 tokens of full KV, far less than the model's context of 8,192.
+    # Started as a user starts it, as is "launched": each way of starting is tested cold.
     "small": {
+        "start": Server,
         "entry": "serve",
         "args": [
             *("--kv-compression", "none", "--kv-compression-min-keep", "64"),
@@ -26,6 +29,7 @@ SERVERS: dict[str, dict[str, Any]] = {
         ],
     },
     "launched": {
+        "start": Server,
         "entry": "launch_server",
         "args": [
             *("--kv-compression", "streamingllm", "--kv-compression-allow", "streamingllm"),
@@ -34,14 +38,14 @@ SERVERS: dict[str, dict[str, Any]] = {
             *("--max-total-tokens", "3000"),
         ],
     },
-    "stock": {"entry": "serve", "args": ["--max-total-tokens", "3000"]},
+    "stock": {"start": WarmServer, "entry": "serve", "args": ["--max-total-tokens", "3000"]},
 }
 
 
 @pytest.fixture(scope="session")
 def server(request: pytest.FixtureRequest, demo_model: Path) -> Iterator[Server]:
     config = SERVERS[request.param]
-    with Server(
+    with config["start"](
         demo_model,
         *config["args"],
         # An idle scheduler spins, and so do OpenMP's idle threads: both starve whatever shares

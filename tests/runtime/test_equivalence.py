@@ -10,6 +10,7 @@ from typing import Any
 import policy_attention
 import pytest
 import torch
+from warm import WarmServer
 
 from sglang_kv.benchmarks.server import Server
 from sglang_kv.compression.gates import find_gates
@@ -60,14 +61,14 @@ def logprobs(answer: Any) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def stock_fp32(demo_model: Path, prompts: list[list[int]]) -> list[Any]:
-    with Server(demo_model, *FLAGS, *STOCK, "--dtype", "float32", env=QUIET) as server:
+    with WarmServer(demo_model, *FLAGS, *STOCK, "--dtype", "float32", env=QUIET) as server:
         assert "HeadPageRadixCache" not in server.log
         return answers(server, prompts)
 
 
 @pytest.fixture(scope="module")
 def ours_fp32(demo_model: Path) -> Any:
-    with Server(demo_model, *FLAGS, *OURS, "--dtype", "float32", env=QUIET) as server:
+    with WarmServer(demo_model, *FLAGS, *OURS, "--dtype", "float32", env=QUIET) as server:
         assert "impl=HeadPageRadixCache" in server.log
         yield server
 
@@ -176,7 +177,7 @@ def test_bf16_is_as_close_to_fp32_as_stock_is(
     stock_fp32: list[Any], demo_model: Path, prompts: list[list[int]]
 ) -> None:
     def distance(*flags: str) -> float:
-        with Server(demo_model, *FLAGS, *flags, "--dtype", "bfloat16", env=QUIET) as server:
+        with WarmServer(demo_model, *FLAGS, *flags, "--dtype", "bfloat16", env=QUIET) as server:
             got = answers(server, prompts)
         gaps = []
         for ours, exact in zip(got, stock_fp32, strict=True):

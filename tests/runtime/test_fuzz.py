@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 from soak import ENV, FLAGS, REQUESTS, install_checker, soak
 from traffic import Traffic
-
-from sglang_kv.benchmarks.server import Server
+from warm import WarmServer
 
 pytestmark = [pytest.mark.server, pytest.mark.slow]
 
@@ -24,7 +23,7 @@ SEED = 1
 
 def test_soak(demo_model: Path, text_ids: list[int], tmp_path: Path) -> None:
     env = ENV | install_checker(tmp_path / "plugin")
-    with Server(demo_model, *FLAGS, env=env) as server:
+    with WarmServer(demo_model, *FLAGS, env=env) as server:
         assert "step checks installed" in server.log
         run = soak(server, Traffic(SEED, text_ids))
         assert "Retract requests" in server.log

@@ -13,6 +13,7 @@ from typing import Any
 import executor_plugin
 import pytest
 from policies import all_variants, random_policy
+from warm import WarmServer
 
 from sglang_kv.benchmarks.server import Server, generate_body
 
@@ -69,7 +70,7 @@ def test_every_layer_is_the_cpp_paths(
 ) -> None:
     bodies = requests(text_ids, 12, longest=300, new_tokens=20)
     env = environment(tmp_path, check=True)
-    with Server(demo_model, *FLAGS, *FLASHINFER, env=env, start_timeout_s=300) as server:
+    with WarmServer(demo_model, *FLAGS, *FLASHINFER, env=env, start_timeout_s=300) as server:
         got = answers(server, bodies)
         for body, answer in zip(bodies, got, strict=True):
             asked = body["sampling_params"]["custom_params"]["kv_compression"]["method"]
@@ -88,10 +89,10 @@ def test_fifty_requests_get_the_cpp_paths_tokens(
     demo_model: Path, text_ids: list[int], tmp_path: Path
 ) -> None:
     bodies = requests(text_ids, 50, longest=900, new_tokens=16)
-    with Server(demo_model, *FLAGS, env=ENV, start_timeout_s=300) as server:
+    with WarmServer(demo_model, *FLAGS, env=ENV, start_timeout_s=300) as server:
         assert "attention by C++" in server.log
         expected = [a["output_ids"] for a in answers(server, bodies)]
     env = environment(tmp_path, check=False)
-    with Server(demo_model, *FLAGS, *FLASHINFER, env=env, start_timeout_s=300) as server:
+    with WarmServer(demo_model, *FLAGS, *FLASHINFER, env=env, start_timeout_s=300) as server:
         assert "attention by FlashInfer" in server.log
         assert [a["output_ids"] for a in answers(server, bodies)] == expected

@@ -16,6 +16,7 @@ pytest.importorskip("sglang")
 
 from paper_loop import llama_logprobs
 from serving import NONE, eventually, flush, ledger, refusal
+from warm import WarmServer
 
 from sglang_kv.benchmarks.server import Server
 
@@ -56,7 +57,7 @@ def server(short_model: Path) -> Iterator[Server]:
     flags += ["--context-length", "4096", "--max-total-tokens", "2048"]
     flags += ["--chunked-prefill-size", "512"]
     env = {"OMP_WAIT_POLICY": "PASSIVE", "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
-    with Server(short_model, *flags, env=env, start_timeout_s=600) as running:
+    with WarmServer(short_model, *flags, env=env, start_timeout_s=600) as running:
         yield running
 
 

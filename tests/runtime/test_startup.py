@@ -6,13 +6,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from warm import CPU, launcher
 
 from sglang_kv.compression import Geometry, PolicyError, parse_policy
 from sglang_kv.compression.gates import find_gates, load_gates, model_hash
@@ -150,7 +149,9 @@ GOOD: dict[str, list[str]] = {
 
 
 @pytest.fixture(scope="module")
-def starts(root: Path, demo_model: Path) -> dict[str, tuple[int, str]]:
+def starts(
+    root: Path, demo_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, tuple[int, str]]:
     base = ["--model-path", str(demo_model), "--device", "cpu"]
     cases: dict[str, dict[str, Any]] = {}
     for name, (argv, _) in BAD_FLAGS.items():
@@ -161,16 +162,14 @@ def starts(root: Path, demo_model: Path) -> dict[str, tuple[int, str]]:
         cases[name] = {"argv": [*base, *ON], **how}
     for name, argv in GOOD.items():
         cases[name] = {"argv": [*base, *argv]}
-    done = subprocess.run(
-        [sys.executable, str(root / "tests/support/fork_starts.py")],
-        input=json.dumps(cases),
-        env={**os.environ, "SGLANG_USE_CPU_ENGINE": "1"},
-        capture_output=True,
-        text=True,
-        timeout=600,
+    folder = tmp_path_factory.mktemp("starts")
+    (folder / "cases").write_text(json.dumps(cases))
+    script = str(root / "tests/support/fork_starts.py")
+    status, output = launcher().run(
+        [script], folder / "output", env={**os.environ, **CPU}, stdin=str(folder / "cases")
     )
-    assert done.returncode == 0, done.stderr[-4000:]
-    found: dict[str, tuple[int, str]] = json.loads(done.stdout.splitlines()[-1])
+    assert status == 0, output[-4000:]
+    found: dict[str, tuple[int, str]] = json.loads(output.splitlines()[-1])
     return found
 
 
