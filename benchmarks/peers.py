@@ -3,15 +3,17 @@
     python benchmarks/peers.py --model MODEL --kvpress ../kvpress-env --llama-cpp ../llama-env
 
 `speed`: a batch decodes together, as in decode_speed.py; step, prefill, bytes of KV in decode,
-peak resident memory of the process that holds the model. `quality`: needles, each engine asked the
-same token ids, the question in the prompt, the same share of it kept; how many answers are the same
-token for token. kvpress and llama.cpp have environments of their own, in folders outside the
-checkout (`--install` makes them). llama.cpp gets the same weights, converted by gguf_model.py.
+peak resident memory of the process that holds the model. `quality`: needles and kept tokens beside
+kvpress (peers_quality.py). kvpress and llama.cpp have environments of their own, in folders outside
+the checkout (`--install` makes them). llama.cpp gets the same weights, converted by gguf_model.py.
 One JSON line per engine and arm; rows that lose stay. Run it on a quiet machine.
 
 Where definitions differ: kvpress drops once, after the prompt, while `h2o` here goes on in decode;
 it averages a token's attention over the queries that see it, where H2O sums. Its PyramidKV counts
 the window in the budget, and falls back to equal layers where the last would get less than that.
+Its StreamingLLM and DuoAttention act once, after a dense prefill; ours do so too here (`fold_at`),
+and their windows then move on in decode. Its DuoAttention masks keys, keeps their memory, and gets
+our streaming heads.
 """
 
 from __future__ import annotations
@@ -31,39 +33,18 @@ from typing import Any
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from sglang_kv.benchmarks import needle
-from sglang_kv.benchmarks.arms import Asker, work_folder
+from sglang_kv.benchmarks import peers_quality
+from sglang_kv.benchmarks.arms import work_folder
 from sglang_kv.benchmarks.common import environment, record, results_file
 from sglang_kv.benchmarks.decode_speed import measure, random_prompts, run_batch
 from sglang_kv.benchmarks.gguf_model import convert
-from sglang_kv.benchmarks.methods import NONE, PAGE, Policy
+from sglang_kv.benchmarks.methods import PAGE, Policy
 from sglang_kv.benchmarks.peers_outside import RUNNERS, install, outside, python_of
-from sglang_kv.benchmarks.prompts import Chat, Haystack, load_text
-from sglang_kv.benchmarks.server import Server, generate_body
+from sglang_kv.benchmarks.peers_quality import EAGER, arms, kvpress_job, press_for
+from sglang_kv.benchmarks.server import Server
 from sglang_kv.benchmarks.watch import Watch, peak_rss_bytes, prove_engine
-from sglang_kv.compression import parse_policy
 
 PARTS = ("speed", "quality")
-
-
-def arms(keep_ratio: float) -> dict[str, tuple[Policy, dict[str, Any] | None]]:
-    """Each arm's policy, and kvpress's press for the same, parameters taken from the policy."""
-    kept = {"keep_ratio": keep_ratio}
-    found: dict[str, tuple[Policy, dict[str, Any] | None]] = {"none": (NONE, None)}
-    for name, extra in (("snapkv", {}), ("snapkv wide", {"window": 16, "kernel_size": 31})):
-        policy: Policy = {"method": "snapkv", **kept, **extra}
-        found[name] = policy, {"class": "SnapKVPress", **kept, **window_of(policy)}
-    policy = {"method": "pyramidkv", **kept}
-    beta = parse_policy(policy).parameters["beta"]
-    press = {"class": "PyramidKVPress", **kept, **window_of(policy), "beta": beta}
-    found["pyramidkv"] = policy, press
-    found["h2o"] = {"method": "h2o", **kept}, {"class": "ObservedAttentionPress", **kept}
-    return found
-
-
-def window_of(policy: Policy) -> dict[str, Any]:
-    parameters = parse_policy(policy).parameters
-    return {"window_size": parameters["window"], "kernel_size": parameters["kernel_size"]}
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -80,6 +61,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--keep-ratio", type=float, default=0.25)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--chunk", type=int, default=4096)
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--seed", type=int, default=0)
     speed = parser.add_argument_group("speed")
     speed.add_argument("--batch", type=int, default=8)
@@ -89,7 +71,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     quality = parser.add_argument_group("quality")
     quality.add_argument("--lengths", default="1024,2048", help="prompt tokens")
     quality.add_argument("--depths", default="0.1,0.3,0.5,0.7,0.9")
-    quality.add_argument("--samples", type=int, default=5, help="per length and depth")
+    quality.add_argument("--samples", default="5", help="numbers per depth; or of each length")
+    quality.add_argument("--words", default="0", help="words per depth; or of each length")
     quality.add_argument("--limit", type=int, help="most prompts")
     quality.add_argument("--text", type=Path, help="the text (default: the demo's story)")
     parser.add_argument("--work", type=Path, default=work_folder().with_name("peers"))
@@ -115,12 +98,14 @@ def check(args: argparse.Namespace) -> None:
         raise ValueError(f"--keep-ratio must be between 0 and 1, got {args.keep_ratio}")
     args.pairs = arms(args.keep_ratio)
     args.arms = some_of("--arms", args.arms or ",".join(args.pairs), args.pairs)
-    for name in ("threads", "chunk", "batch", "context", "samples"):
+    for name in ("threads", "chunk", "batch", "context"):
         if getattr(args, name) < 1:
             raise ValueError(f"--{name} must be at least 1, got {getattr(args, name)}")
     if args.steps < 3:
         raise ValueError(f"--steps must be at least 3, got {args.steps}")
     args.lengths = [int(n) for n in args.lengths.split(",")]
+    for name in ("samples", "words"):
+        setattr(args, name, counts("--" + name, getattr(args, name), len(args.lengths)))
     args.depths = [float(n) for n in args.depths.split(",")]
     if not (args.model / "config.json").exists():
         raise ValueError(f"--model: {args.model} has no config.json")
@@ -131,6 +116,14 @@ def check(args: argparse.Namespace) -> None:
         if not args.install and not python_of(folders[name]).exists():
             raise ValueError(f"{flag}: {folders[name]} is no environment; --install makes it")
     args.folders = folders
+
+
+def counts(flag: str, text: str, lengths: int) -> list[int]:
+    """One count for each length; a single one stands for all."""
+    found = [int(part) for part in text.split(",") if part.isdigit()]
+    if len(found) != len(text.split(",")) or len(found) not in (1, lengths):
+        raise ValueError(f"{flag}: expected a count, or {lengths} with commas, got {text!r}")
+    return found * (lengths // len(found))
 
 
 def some_of(flag: str, text: str, allowed: Any) -> list[str]:
@@ -145,9 +138,9 @@ def some_of(flag: str, text: str, allowed: Any) -> list[str]:
 
 def server(args: argparse.Namespace, stock: bool, tokens: int, *flags: str) -> Server:
     flags += ("--max-total-tokens", str(tokens // PAGE * PAGE), "--page-size", str(PAGE))
-    flags += ("--chunked-prefill-size", str(args.chunk), "--enable-metrics", "--dtype", "bfloat16")
+    flags += ("--chunked-prefill-size", str(args.chunk), "--enable-metrics", "--dtype", args.dtype)
     kind = ("--attention-backend", "torch_native") if stock else ("--kv-compression", "none")
-    return Server(args.model, *flags, *kind)
+    return Server(args.model, *flags, *kind, start_timeout_s=600)
 
 
 def speed_of_server(args: argparse.Namespace, policy: Policy | None) -> dict[str, Any]:
@@ -157,7 +150,9 @@ def speed_of_server(args: argparse.Namespace, policy: Policy | None) -> dict[str
 
     tokens = args.batch * (args.context + args.steps + 64) + args.chunk
     flags = ("--max-running-requests", str(max(8, args.batch)), "--disable-radix-cache")
-    per_token = token_bytes(find_model(str(args.model)).caches, "bf16")
+    per_token = token_bytes(
+        find_model(str(args.model)).caches, {"bfloat16": "bf16"}.get(args.dtype, "fp32")
+    )
     with server(args, policy is None, tokens, *flags, "--decode-log-interval", "4") as running:
         proved = prove_engine(running, compressing=policy is not None)
         run_batch(running, [[5] * 64] * 2, policy, 8)  # first calls build and warm up
@@ -166,30 +161,26 @@ def speed_of_server(args: argparse.Namespace, policy: Policy | None) -> dict[str
         full = [use.kv_bytes for use in watch.samples if use.running == args.batch]
         peak = peak_rss_bytes(running)
     held = int(statistics.median(full[len(full) // 2 :])) if full else None
-    more = {"kv_bytes": held, "kv_dtype": "bfloat16", "peak_rss_bytes": peak}
+    more = {"kv_bytes": held, "kv_dtype": args.dtype, "peak_rss_bytes": peak}
     return {**row, **more, "proved": proved}
 
 
-def speed_of_kvpress(args: argparse.Namespace, press: dict[str, Any] | None) -> dict[str, Any]:
-    if press and press["class"] == "ObservedAttentionPress":
+def speed_of_kvpress(args: argparse.Namespace, arm: str) -> dict[str, Any]:
+    press = press_for(args.pairs[arm], str(args.model))
+    if press and press["class"] == EAGER:
         heads = json.loads((args.model / "config.json").read_text())["num_attention_heads"]
         # One layer's attention weights, and their fp32 softmax.
         needed = args.batch * heads * args.context**2 * (2 + 4)
         if needed > memory_available_bytes() // 2:
             return {"failed": f"eager attention needs {needed / 2**30:.0f} GiB", "press": press}
     prompts = random_prompts(args.batch, args.context, args.seed)
-    job = kvpress_job(args, press) | {"speed": {"prompts": prompts, "steps": args.steps}}
+    job = kvpress_job(args, {arm: press}) | {"speed": {"prompts": prompts, "steps": args.steps}}
     found = outside(args, "kvpress", job)
     return {**found["speed"], "press": press, "versions": found["versions"]}
 
 
 def memory_available_bytes() -> int:
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def kvpress_job(args: argparse.Namespace, press: dict[str, Any] | None) -> dict[str, Any]:
-    about = {"model": str(args.model), "dtype": "bfloat16", "threads": args.threads}
-    return {**about, "press": press, "answers": [], "speed": None}
 
 
 def speed_of_llama_cpp(args: argparse.Namespace) -> dict[str, Any]:
@@ -205,61 +196,19 @@ def speed_of_llama_cpp(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def speed_rows(args: argparse.Namespace, add: Callable[..., None]) -> None:
-    settings = {name: getattr(args, name) for name in ("batch", "context", "steps", "threads")}
+    names = ("batch", "context", "steps", "threads", "dtype", "keep_ratio")
+    settings = {name: getattr(args, name) for name in names}
     for engine in args.engines:
         for arm in args.arms if engine in ("sglang-kv", "kvpress") else ["none"]:
-            policy, press = args.pairs[arm]
+            if engine == "kvpress" and not args.pairs[arm].theirs:
+                continue
             make: Callable[[], dict[str, Any]] = {
                 "stock": partial(speed_of_server, args, None),
-                "sglang-kv": partial(speed_of_server, args, policy),
-                "kvpress": partial(speed_of_kvpress, args, press),
+                "sglang-kv": partial(speed_of_server, args, args.pairs[arm].at(args.context)),
+                "kvpress": partial(speed_of_kvpress, args, arm),
                 "llama.cpp": partial(speed_of_llama_cpp, args),
             }[engine]
             add("speed", engine, arm, settings, make)
-
-
-# Quality -----------------------------------------------------------------------------------------
-
-
-def quality_rows(args: argparse.Namespace, add: Callable[..., None]) -> None:
-    chat = Chat.load(str(args.model))
-    story = Haystack(chat, load_text(args.text))
-    cases = needle.make_cases(
-        chat, story, args.lengths, args.depths, args.samples, args.seed,
-        kinds=["number"], limit=args.limit,
-    )  # fmt: skip
-    settings = {name: getattr(args, name) for name in ("lengths", "depths", "samples", "limit")}
-    lines: dict[tuple[str, str], list[dict[str, Any]]] = {}
-
-    def ours(arm: str, ask: Asker) -> list[dict[str, Any]]:
-        policy, found = args.pairs[arm][0], []
-        for case in cases:
-            body = generate_body(case.prompt_ids, policy, max_new_tokens=case.max_new_tokens)
-            answer = ask(f"peers {arm} {case.id}", body, lambda raw: {})
-            found.append({"id": case.id, "output_ids": answer["output_ids"]})
-        return found
-
-    if "sglang-kv" in args.engines:
-        pool = 2 * max(args.lengths) + args.chunk
-        with server(args, False, pool) as running:
-            ask = Asker(running, args.work, {"commit": environment()["commit"]})
-            ask.start("sglang-kv", len(cases) * len(args.arms))
-            for arm in args.arms:
-                lines["sglang-kv", arm] = ours(arm, ask)
-    for arm in args.arms if "kvpress" in args.engines else []:
-        wanted = [
-            {key: case.to_json()[key] for key in ("id", "prompt_ids", "max_new_tokens")}
-            for case in cases
-        ]
-        job = kvpress_job(args, args.pairs[arm][1]) | {"answers": wanted}
-        lines["kvpress", arm] = outside(args, "kvpress", job)["answers"]
-    for (engine, arm), said in lines.items():
-        full = needle.score_answers(chat, cases, lines.get((engine, "none"), said))
-        summary = needle.summarize(cases, needle.score_answers(chat, cases, said), full)
-        other = lines.get(("kvpress" if engine == "sglang-kv" else "sglang-kv", arm))
-        same = other and sum(a == b for a, b in zip(said, other, strict=True))
-        row = {**summary, "same_answers": same, "n": len(cases)}
-        add("quality", engine, arm, settings, lambda row=row: row)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -271,7 +220,7 @@ def main(argv: list[str] | None = None) -> None:
     known = set() if args.again else {json.loads(line).get("key") for line in written}
 
     def add(part: str, engine: str, arm: str, settings: Any, make: Callable[[], Any]) -> None:
-        about = {"part": part, "engine": engine, "arm": arm, "policy": args.pairs[arm][0]}
+        about = {"part": part, "engine": engine, "arm": arm, "policy": args.pairs[arm].policy}
         about |= {"settings": settings, "model": args.model.name, "seed": args.seed}
         text = json.dumps([about, environment()["commit"]], sort_keys=True)
         key = hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -283,8 +232,10 @@ def main(argv: list[str] | None = None) -> None:
             row = {"failed": f"exit status {error.returncode}"}
         record("peers", {"key": key, **about, **row}, args.results)
 
-    for part in args.part:
-        {"speed": speed_rows, "quality": quality_rows}[part](args, add)
+    if "speed" in args.part:
+        speed_rows(args, add)
+    if "quality" in args.part:
+        peers_quality.rows(args, add, server)
 
 
 if __name__ == "__main__":

@@ -34,18 +34,29 @@ def install(engine: str, folder: Path) -> None:
     subprocess.run(pip, check=True, env={**os.environ, **NATIVE}, stdout=sys.stderr)
 
 
+def job_name(engine: str, job: dict[str, Any]) -> str:
+    """The name under which a job's files lie in --work."""
+    text = json.dumps(job, sort_keys=True)
+    return hashlib.sha256((engine + text).encode()).hexdigest()[:16]
+
+
 def outside(args: argparse.Namespace, engine: str, job: dict[str, Any]) -> dict[str, Any]:
     """What an engine's runner makes of a job; kept in --work, for a run that is stopped."""
-    text = json.dumps(job, sort_keys=True)
-    name = hashlib.sha256((engine + text).encode()).hexdigest()[:16]
+    name = job_name(engine, job)
     asked, result = (args.work / f"{name}.{kind}.json" for kind in ("job", "result"))
     args.work.mkdir(parents=True, exist_ok=True)
+    if args.again:
+        result.with_suffix(".part").unlink(missing_ok=True)
     if args.again or not result.exists():
-        asked.write_text(text)
+        asked.write_text(json.dumps(job, sort_keys=True))
         runner = HERE / RUNNERS[engine]
         # Not this process's packages: PYTHONPATH would put them before the environment's own.
         env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-        env |= {"OMP_NUM_THREADS": str(args.threads), "TQDM_DISABLE": "1"}
+        env |= {
+            "OMP_NUM_THREADS": str(args.threads),
+            "TQDM_DISABLE": "1",
+            "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+        }
         command = [str(python_of(args.folders[engine])), str(runner), str(asked), str(result)]
         subprocess.run(command, check=True, env=env, stdout=sys.stderr)
     found: dict[str, Any] = json.loads(result.read_text())

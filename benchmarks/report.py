@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_kv import cli
-from sglang_kv.benchmarks import choosing, claims, decode_cost, endless_figures, plots
+from sglang_kv.benchmarks import beside, choosing, claims, decode_cost, endless_figures, plots
 from sglang_kv.benchmarks.figures import figures
 from sglang_kv.benchmarks.records import needle_cells, newest
 from sglang_kv.planner import command
@@ -222,6 +222,9 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "room": room,
     "endless": lambda: f"{endless_figures.table()}\n\n{pictures(FIGURES.name, 'endless-stream')}",
     "pressure": pressure,
+    "beside-quality": beside.quality,
+    "beside-kept": beside.kept,
+    "beside-speed": beside.speed,
     "plan-example": partial(plan, "qwen3.8-27b", "--device", "192GB"),
     "plan-models": partial(
         plan,
@@ -249,7 +252,11 @@ DOCUMENTS = {
     "README.md": ("headline", "plot", "methods"),
     "docs/CHOOSING.md": ("traffic", "claims", "plots", "questions"),
     "docs/METHODS.md": ("methods", "parameters", "presets", "decided", "room", "pressure"),
-    "docs/QUALITY.md": ("decided", "needles", "fidelity", "perplexity", "endless"),
+    "docs/QUALITY.md": (
+        *("decided", "needles", "fidelity", "perplexity", "endless"),
+        *("beside-quality", "beside-kept"),
+    ),
+    "docs/BENCHMARKS.md": ("beside-speed",),
     "docs/PLANNER.md": (
         *("plan-example", "plan-models", "plan-methods"),
         *("plan-outgrow", "plan-attention", "plan-paging"),
