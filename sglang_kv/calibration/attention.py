@@ -1,12 +1,14 @@
 """Attention functions that take the place of a transformers model's own, for a while.
 
 They see queries and keys after the rotary embedding. They expect one sequence without
-padding and without a cache, and never hold a whole attention matrix.
+padding and without a cache, or the same sequence several times, each time with another function,
+and never hold a whole attention matrix. Where there are fewer queries than keys, the queries are
+those of the last tokens (`sglang_kv.calibration.prefix`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -39,13 +41,15 @@ def shape(config: Any) -> tuple[int, int, int]:
 
 
 @contextmanager
-def attention(model: Any, attend: Attend) -> Iterator[None]:
+def attention(model: Any, attend: Attend | Sequence[Attend]) -> Iterator[None]:
     """Let every attention layer of ``model`` call ``attend(layer, q, k, v, scaling)``.
 
     ``q`` is [heads, tokens, dim], ``k`` and ``v`` [kv_heads, tokens, dim]; the result has the
-    shape of ``q``.
+    shape of ``q``. Of several functions, each is for one row of the batch.
     """
     from transformers import AttentionInterface
+
+    attends = [attend] if callable(attend) else list(attend)
 
     def forward(
         module: Any,
@@ -59,11 +63,14 @@ def attention(model: Any, attend: Attend) -> Iterator[None]:
         extra = [name for name in _UNSUPPORTED if kwargs.get(name) is not None]
         if extra:
             raise UnsupportedModelError(f"calibration knows no attention with {extra[0]}")
-        if query.shape[0] != 1 or query.shape[2] != key.shape[2]:
+        if query.shape[0] != len(attends) or query.shape[2] != key.shape[2]:
             raise UnsupportedModelError("calibration takes one sequence at a time, without a cache")
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        out = attend(module.layer_idx, query[0], key[0], value[0], scale)
-        return out.transpose(0, 1)[None], None
+        out = [
+            one(module.layer_idx, q, k, v, scale)
+            for one, q, k, v in zip(attends, query, key, value, strict=True)
+        ]
+        return torch.stack([row.transpose(0, 1) for row in out]), None
 
     before = model.config._attn_implementation  # noqa: SLF001
     AttentionInterface.register(_NAME, forward)
@@ -103,27 +110,22 @@ def require_supported(model: Any) -> None:
         )
 
 
-def causal(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, **options: Any
-) -> torch.Tensor:
-    """Attention of [heads, tokens, dim]; causal unless ``options`` hold a mask."""
-    options = options or {"is_causal": True}
-    return scaled_dot_product_attention(q[None], k[None], v[None], scale=scaling, **options)[0]
-
-
 def full(
     layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float
 ) -> torch.Tensor:
     """The model's own attention."""
-    return causal(q, *_per_query_head(q, k, v), scaling)
+    if q.shape[1] == k.shape[1]:
+        return _sdpa(q, k, v, scaling, is_causal=True)
+    return _streaming(q, k, v, scaling, 0, k.shape[1])
 
 
-def _per_query_head(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values once for each query head of their group."""
-    group = q.shape[0] // k.shape[0]
-    return k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
+def _sdpa(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, **options: Any
+) -> torch.Tensor:
+    """Attention of the query heads of each KV head; keys and values are not copied for them."""
+    grouped = q.unflatten(0, (k.shape[0], -1))
+    k, v = (part[:, None].expand(-1, grouped.shape[1], -1, -1) for part in (k, v))
+    return scaled_dot_product_attention(grouped, k, v, scale=scaling, **options).flatten(0, 1)
 
 
 def recording(mass: np.ndarray[Any, np.dtype[np.float32]], rows: range, columns: range) -> Attend:
@@ -138,13 +140,13 @@ def recording(mass: np.ndarray[Any, np.dtype[np.float32]], rows: range, columns:
     def attend(
         layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float
     ) -> torch.Tensor:
-        k, v = _per_query_head(q, k, v)
-        logits = q[:, rows.start : rows.stop].float() @ k.float().transpose(1, 2) * scaling
+        keys = k.repeat_interleave(q.shape[0] // k.shape[0], 0).float()
+        logits = q[:, rows.start : rows.stop].float() @ keys.transpose(1, 2) * scaling
         positions = torch.arange(k.shape[1], device=k.device)
         hidden = positions[None] > positions[rows.start : rows.stop, None]
         weights = logits.masked_fill_(hidden, -torch.inf).softmax(-1)
         mass[layer] = weights[:, :, columns.start : columns.stop].cpu().numpy()
-        return causal(q, k, v, scaling)
+        return full(layer, q, k, v, scaling)
 
     return attend
 
@@ -159,16 +161,17 @@ def duo(retrieval: np.ndarray[Any, np.dtype[np.bool_]], sinks: int, recent: int)
     def attend(
         layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float
     ) -> torch.Tensor:
-        group = q.shape[0] // k.shape[0]
-        k, v = _per_query_head(q, k, v)
-        keep = torch.from_numpy(retrieval[layer]).repeat_interleave(group).to(q.device)
-        if keep.all():
-            return causal(q, k, v, scaling)
-        out = torch.empty_like(q)
+        if retrieval[layer].all():
+            return full(layer, q, k, v, scaling)
+        keep = torch.from_numpy(retrieval[layer]).to(q.device)
+        queries = q.unflatten(0, (k.shape[0], -1))
+        out = torch.empty_like(queries)
         if keep.any():
-            out[keep] = causal(q[keep], k[keep], v[keep], scaling)
-        out[~keep] = _streaming(q[~keep], k[~keep], v[~keep], scaling, sinks, recent)
-        return out
+            part = full(layer, queries[keep].flatten(0, 1), k[keep], v[keep], scaling)
+            out[keep] = part.unflatten(0, (-1, out.shape[1]))
+        part = _streaming(queries[~keep].flatten(0, 1), k[~keep], v[~keep], scaling, sinks, recent)
+        out[~keep] = part.unflatten(0, (-1, out.shape[1]))
+        return out.flatten(0, 1)
 
     return attend
 
@@ -184,41 +187,50 @@ def mixed(gates: torch.Tensor, sinks: int, recent: int) -> Attend:
     def attend(
         layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float
     ) -> torch.Tensor:
-        group = q.shape[0] // k.shape[0]
-        k, v = _per_query_head(q, k, v)
-        dense = causal(q, k, v, scaling)
-        same = sinks + recent + 1  # the first queries have lost no key
+        dense = full(layer, q, k, v, scaling)
+        # The first queries have lost no key.
+        same = max(0, intact(sinks, recent) - (k.shape[1] - q.shape[1]))
         if q.shape[1] <= same:
             return dense
-        stream = _streaming(q, k, v, scaling, sinks, recent, same)
-        gate = gates[layer].repeat_interleave(group)[:, None, None]
+        stream = _streaming(q[:, same:], k, v, scaling, sinks, recent)
+        gate = gates[layer].repeat_interleave(q.shape[0] // k.shape[0])[:, None, None]
         mix = gate * dense[:, same:].float() + (1 - gate) * stream.float()
         return torch.cat([dense[:, :same], mix.to(q.dtype)], 1)
 
     return attend
 
 
+def intact(sinks: int, recent: int) -> int:
+    """How many first tokens a streaming head treats as a full one does."""
+    return sinks + recent + 1
+
+
 def _streaming(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    scaling: float,
-    sinks: int,
-    recent: int,
-    begin: int = 0,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, sinks: int, recent: int
 ) -> torch.Tensor:
-    """Block by block over the queries from ``begin``: each block reads the sinks and one stretch
-    of keys."""
+    """Block by block over the queries, which are the last tokens': each block reads the sinks and
+    one stretch of keys."""
     parts = []
     positions = torch.arange(k.shape[1], device=k.device)
-    for start in range(begin, q.shape[1], BLOCK):
-        stop = min(start + BLOCK, q.shape[1])
+    begin = k.shape[1] - q.shape[1]
+    for start in range(begin, k.shape[1], BLOCK):
+        stop = min(start + BLOCK, k.shape[1])
         first = max(0, start - recent)
         # Slices, not an index: their gradient needs no scatter.
-        held = (slice(0, min(sinks, first)), slice(first, stop))
+        held = [slice(first, stop)]
+        if first and sinks:
+            held = [slice(0, min(sinks, first)), *held]
         keys = torch.cat([positions[part] for part in held])
+        block_k, block_v = (_joined(x, held) for x in (k, v))
         distance = positions[start:stop, None] - keys
         seen = (distance >= 0) & ((keys < sinks) | (distance <= recent))
-        block_k, block_v = (torch.cat([x[:, part] for part in held], 1) for x in (k, v))
-        parts.append(causal(q[:, start:stop], block_k, block_v, scaling, attn_mask=seen))
+        block_q = q[:, start - begin : stop - begin]
+        parts.append(_sdpa(block_q, block_k, block_v, scaling, attn_mask=seen))
     return torch.cat(parts, 1)
+
+
+def _joined(x: torch.Tensor, parts: list[slice]) -> torch.Tensor:
+    """Stretches of tokens of ``x`` [heads, tokens, dim], one behind the other."""
+    if len(parts) == 1:
+        return x[:, parts[0]]
+    return torch.cat([x[:, part] for part in parts], 1)

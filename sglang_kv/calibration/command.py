@@ -14,8 +14,8 @@ TEXT = Path(__file__).parents[2] / "scripts/demo/red_headed_league.txt"
 METHODS = ("trained", "training-free", "mean-attention")
 #: (samples, lengths) of each method unless told.
 DEFAULTS: dict[str, tuple[int, tuple[int, int]]] = {
-    "trained": (24, (1024, 1280)),
-    "training-free": (48, (512, 2048)),
+    "trained": (12, (1024, 1152)),
+    "training-free": (16, (512, 2048)),
     "mean-attention": (16, (512, 2048)),
 }
 SPARSITIES = (0.25, 0.5, 0.75, 0.9)
@@ -54,18 +54,18 @@ def add_calibrate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model-id", help="name in the gates file (default: the folder's name)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--restart", action="store_true", help="forget an unfinished run")
-    parser.add_argument("--samples", type=_count, help="texts (default: 24; training-free: 48)")
+    parser.add_argument("--samples", type=_count, help="texts (default: 12; others: 16)")
     parser.add_argument(
         "--lengths",
         type=_count,
         nargs=2,
         metavar=("LEAST", "MOST"),
-        help="tokens of a text (default: 1024 1280; training-free: 512 2048)",
+        help="tokens of a text (default: 1024 1152; others: 512 2048)",
     )
     parser.add_argument("--sinks", type=int, default=64, help="of streaming heads (default: 64)")
     parser.add_argument("--recent", type=int, default=256, help="of streaming heads (default: 256)")
     training = parser.add_argument_group("for --method trained")
-    training.add_argument("--steps", type=_count, default=80, help="gradient steps (80)")
+    training.add_argument("--steps", type=_count, default=40, help="gradient steps (40)")
     training.add_argument("--learning-rate", type=float, default=0.05, help="the highest (0.05)")
     training.add_argument("--l1", type=float, default=0.05, help="price of a mean gate of 1 (0.05)")
     training.add_argument("--passkeys", type=_count, default=10, help="in each text (10)")
@@ -73,7 +73,7 @@ def add_calibrate(parser: argparse.ArgumentParser) -> None:
         "--no-checkpoint",
         dest="checkpoint",
         action="store_false",
-        help="keep all layers' activations: a quarter faster, memory grows with the layers",
+        help="keep all layers' activations: faster, memory grows with the layers",
     )
     parser.set_defaults(run=_calibrate, error=parser.error)
 
@@ -82,7 +82,12 @@ def add_report(parser: argparse.ArgumentParser) -> None:
     _add_model(parser)
     parser.add_argument("gates", type=Path, nargs="+", help="gates files of that model")
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="where to")
-    parser.add_argument("--samples", type=_count, default=14, help="per length and seed (14)")
+    parser.add_argument(
+        "--samples", type=_count, default=14, help="passkeys per length and seed (14)"
+    )
+    parser.add_argument(
+        "--passkeys", type=_count, default=5, help="in each text, asked for one at a time (5)"
+    )
     parser.add_argument("--lengths", type=_count, nargs="+", default=(2048, 4096), help="tokens")
     parser.add_argument("--seeds", type=int, nargs="+", default=(0, 1, 2))
     parser.add_argument(
@@ -91,6 +96,12 @@ def add_report(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=SPARSITIES,
         help="shares of streaming heads (default: 0.25 0.5 0.75 0.9)",
+    )
+    parser.add_argument(
+        "--control-sparsity",
+        type=_share,
+        nargs="+",
+        help="of random and inverted gates (default: as --sparsity)",
     )
     parser.add_argument(
         "--windows",
@@ -102,6 +113,13 @@ def add_report(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--window-sparsity", type=_share, default=0.5, help="at which windows are compared (0.5)"
+    )
+    parser.add_argument(
+        "--prefill",
+        choices=("dense", "windowed"),
+        default="dense",
+        help="dense: heads are cut when the question begins, one pass over a text for all rows; "
+        "windowed: in the prompt too, as the server does, one pass for each row (default: dense)",
     )
     parser.add_argument(
         "--minutes",
@@ -116,7 +134,12 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", type=Path, help="folder of a transformers causal LM")
     parser.add_argument("--text", type=Path, default=TEXT, help="a text file to hide passkeys in")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument(
+        "--dtype",
+        choices=("auto", "bfloat16", "float32"),
+        default="auto",
+        help="auto: bfloat16, but float32 on a CPU without bf16 instructions (default)",
+    )
     parser.add_argument("--threads", type=_count, default=2)
 
 
@@ -129,8 +152,9 @@ def _calibrate(args: argparse.Namespace) -> None:
         args.error("--lengths: LEAST comes before MOST")
     if args.sinks < 0 or args.recent < 1:
         args.error("--sinks: at least 0; --recent: at least 1")
-    from sglang_kv.calibration.run import calibrate
+    from sglang_kv.calibration.run import calibrate, dtype_of
 
+    args.dtype = dtype_of(args)
     try:
         calibrate(args)
     except (PolicyError, ValueError) as error:
@@ -141,7 +165,9 @@ def _calibrate(args: argparse.Namespace) -> None:
 def _report(args: argparse.Namespace) -> None:
     _check(args)
     from sglang_kv.calibration.report import report
+    from sglang_kv.calibration.run import dtype_of
 
+    args.dtype = dtype_of(args)
     try:
         print(report(args))
     except (PolicyError, ValueError) as error:

@@ -1,14 +1,13 @@
 """Passkeys found under gates, random gates and inverted gates: what a report's tables count.
 
-One passkey is hidden in a text and asked for; it is found iff greedy decoding writes its number
-after the answer's first words, which are given. Only passkeys that the full cache finds are
-tried with the others, so every figure is a share of the full cache's.
+Passkeys are hidden in a text and asked for, one at a time; one is found iff greedy decoding
+writes its number after the answer's first words, which are given. Only passkeys that the full
+cache finds are tried with the others, so every figure is a share of the full cache's.
 """
 
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -18,12 +17,12 @@ from typing import Any
 
 import numpy as np
 
-from sglang_kv.calibration.passkey import Passkey, samples
+from sglang_kv.calibration.passkey import Passkey, quizzes
 from sglang_kv.compression.gates import Heads, Values, retrieval_heads
 
 #: Seeds of the texts are this far from a calibration's.
 SEED_OFFSET = 1_000_000
-#: Texts tried, at most, for each that the full cache answers.
+#: Passkeys tried, at most, for each that the full cache finds.
 TRIES = 4
 
 FULL, RANDOM, INVERTED = "full", "random", "inverted"
@@ -107,14 +106,15 @@ class Trials:
         ]
 
 
-Answer = Callable[[Passkey, Heads, int, int], tuple[bool, float]]
+#: Tries one passkey with several retrieval heads, sinks and recent tokens.
+Answer = Callable[[Passkey, list[tuple[Heads, int, int]]], list[tuple[bool, float]]]
 
 
 def run(
     trials: Trials,
     arms: list[Arm],
     answer: Answer,
-    texts: Callable[[int, int], Iterator[Passkey]],
+    texts: Callable[[int, int], Iterator[list[Passkey]]],
     heads: Callable[[Arm, int], Heads],
     *,
     lengths: Iterable[int],
@@ -123,15 +123,15 @@ def run(
     deadline: float = float("inf"),
     progress: Callable[[int], None] = lambda done: None,
 ) -> None:
-    """Try every arm on ``count`` texts per length and seed that the full cache answers.
+    """Try all arms on ``count`` passkeys per length and seed that the full cache finds.
 
-    Round by round over lengths and seeds, so that an early end leaves a smaller whole grid.
+    Text by text in turns over lengths and seeds, so that an early end leaves a smaller whole grid.
 
     Args:
         trials: what is there already is not tried again.
         arms: beside the full cache.
-        answer: tries one text with some retrieval heads, sinks and recent tokens.
-        texts: the texts of a length and a seed, always the same.
+        answer: tries them on one passkey.
+        texts: the texts of a length and a seed, always the same: the passkeys of each.
         heads: an arm's retrieval heads for a seed.
         lengths, seeds, count: the grid.
         deadline: `time.monotonic` at which to stop.
@@ -139,53 +139,59 @@ def run(
     """
     full = Arm(FULL, 0.0, 0, 1)
     done = 0
-    streams = {
-        (length, seed): enumerate(itertools.islice(texts(length, seed), TRIES * count))
-        for length in lengths
-        for seed in seeds
-    }
-    for _ in range(count):
-        for (length, seed), stream in streams.items():
-            for index, text in stream:
 
-                def found(
-                    arm: Arm,
-                    at: tuple[int, int, int] = (length, seed, index),
-                    text: Passkey = text,
-                ) -> bool:
-                    held = trials.rows.get((arm, *at))
-                    if held is None:
-                        right, likelihood = answer(text, heads(arm, at[1]), arm.sinks, arm.recent)
-                        held = Trial(arm, *at, right, round(likelihood, 4))
-                        trials.add(held)
-                    return held.found
+    def take(wanted: list[Arm], length: int, seed: int, index: int, passkey: Passkey) -> None:
+        missing = [arm for arm in wanted if (arm, length, seed, index) not in trials.rows]
+        if not missing:
+            return
+        said = answer(passkey, [(heads(arm, seed), arm.sinks, arm.recent) for arm in missing])
+        for arm, (right, likelihood) in zip(missing, said, strict=True):
+            trials.add(Trial(arm, length, seed, index, right, round(likelihood, 4)))
 
+    @dataclass
+    class Cell:
+        texts: Iterator[list[Passkey]]
+        tried: int = 0
+        found: int = 0
+
+    cells = {(length, seed): Cell(texts(length, seed)) for length in lengths for seed in seeds}
+    while cells:
+        for at, cell in list(cells.items()):
+            text = next(cell.texts, [])
+            for passkey in text:
+                if cell.found == count or cell.tried == TRIES * count:
+                    break
                 if time.monotonic() > deadline:
                     return
-                if not found(full):
+                index = cell.tried
+                cell.tried += 1
+                take([full], *at, index, passkey)
+                if not trials.rows[full, *at, index].found:
                     continue
-                for arm in arms:
-                    if time.monotonic() > deadline:
-                        return
-                    found(arm)
-                    done += 1
-                    progress(done)
-                break
+                cell.found += 1
+                if time.monotonic() > deadline:
+                    return
+                take(arms, *at, index, passkey)
+                done += len(arms)
+                progress(done)
+            if not text or cell.found == count or cell.tried == TRIES * count:
+                del cells[at]
 
 
 def texts_of(
-    tokenizer: Any, text: str, windows: Iterable[tuple[int, int]]
-) -> Callable[[int, int], Iterator[Passkey]]:
-    """Texts whose passkey lies where even the largest of the windows loses it."""
+    tokenizer: Any, text: str, windows: Iterable[tuple[int, int]], passkeys: int
+) -> Callable[[int, int], Iterator[list[Passkey]]]:
+    """Texts whose passkeys lie where even the largest of the windows loses them."""
     windows = list(windows)
     sinks, recent = (max(window[i] for window in windows) for i in (0, 1))
 
-    def texts(length: int, seed: int) -> Iterator[Passkey]:
-        return samples(
+    def texts(length: int, seed: int) -> Iterator[list[Passkey]]:
+        return quizzes(
             tokenizer,
             text,
             seed=SEED_OFFSET + seed,
             lengths=(length, length),
+            passkeys=passkeys,
             sinks=sinks,
             recent=recent,
         )

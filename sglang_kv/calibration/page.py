@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from sglang_kv.calibration.prefill import DENSE, WINDOWED
+
 Data = dict[str, Any]
 
 
@@ -17,6 +19,7 @@ def page(data: Data, plots: list[str]) -> str:
         "## Passkeys found",
         needle_table([data["full"], *data["needles"]], data),
         needle_note(data),
+        *prefill_section(data),
         "## Sinks and recent tokens",
         window_table(data),
         "## Retrieval heads by threshold",
@@ -27,6 +30,15 @@ def page(data: Data, plots: list[str]) -> str:
         parts += ["## Do the methods agree?", agreement_table(data), AGREEMENT]
     return "\n\n".join(part for part in parts if part) + "\n"
 
+
+PREFILL = {
+    DENSE: (
+        "**Dense prefill, heads cut afterwards**: all heads see the whole text up to the question, "
+        "and streaming heads are cut for the question and the answer, as in kvpress; the server's "
+        "prefill, windowed in the prompt too, is stricter."
+    ),
+    WINDOWED: "**Windowed prefill**: streaming heads are cut in the prompt too, as on the server.",
+}
 
 AGREEMENT = (
     "Rank correlation is Spearman's over all heads. Overlap is the share of retrieval heads that "
@@ -80,13 +92,39 @@ def needle_note(data: Data) -> str:
     settings = data["settings"]
     window = data["needles"][0]
     return (
-        f"A 7-digit number hidden in {settings['text']}, up to {settings['samples']} texts per "
-        "length and seed, that the full cache answers (its own row counts all tried). Found: "
-        "greedy decoding, after the answer's first words, writes all digits. Random gates are "
+        f"7-digit numbers hidden in {settings['text']}, {settings['passkeys']} in each text and "
+        f"asked for one at a time: up to {settings['samples']} per length and seed that the full "
+        "cache finds (its own row counts all tried). Found: greedy decoding, after the answer's "
+        "first words, writes all digits. Random gates are "
         f"drawn anew for each seed. Streaming heads keep {window['sinks']} sinks and "
-        f"{window['recent']} recent tokens, in the prompt too; no passkey lies in either. Memory "
-        "is in whole pages of 16 tokens. Log-likelihood is the number's tokens' mean."
+        f"{window['recent']} recent tokens; no passkey lies in either. "
+        f"{PREFILL[settings['prefill']]} Memory is in whole pages of 16 tokens. Log-likelihood is "
+        "the number's tokens' mean."
     )
+
+
+def prefill_section(data: Data) -> list[str]:
+    """Where texts were tried by both prefills: what each finds of the same texts."""
+    here = data["settings"]["prefill"]
+    there = WINDOWED if here == DENSE else DENSE
+    cells = [
+        [
+            row["name"],
+            f"{row['sparsity']:.0%}",
+            f"{row['sinks']} + {row['recent']}",
+            f"{row['here']}/{row['tried']}",
+            f"{row['there']}/{row['tried']}",
+            str(row["only_here"]),
+            str(row["only_there"]),
+            *(f"{value:.2f}" for value in row["likelihood"]),
+        ]
+        for row in data["prefill"]
+    ]
+    if not cells:
+        return []
+    head = ["gates", "streaming heads", "sinks + recent", here, there]
+    head += [f"only {here}", f"only {there}", f"log-likelihood {here}", there]
+    return ["## Dense and windowed prefill", "The same texts, by both.", _table(head, cells)]
 
 
 def window_table(data: Data) -> str:

@@ -1,4 +1,4 @@
-"""Passkey samples: one fact hidden in a long text, and a question whose answer copies it."""
+"""Passkey samples: a fact hidden in a long text, and a question whose answer copies it."""
 
 from __future__ import annotations
 
@@ -92,13 +92,45 @@ def samples(
         sinks: first tokens that streaming heads keep.
         recent: newest tokens that streaming heads keep.
     """
+    for (sample,) in quizzes(
+        tokenizer, text, seed=seed, lengths=lengths, passkeys=1, sinks=sinks, recent=recent
+    ):
+        yield sample
+
+
+def quizzes(
+    tokenizer: Any,
+    text: str,
+    *,
+    seed: int,
+    lengths: tuple[int, int],
+    passkeys: int,
+    sinks: int = 64,
+    recent: int = 256,
+) -> Iterator[list[Passkey]]:
+    """Endless texts with ``passkeys`` facts each, every one asked for on its own.
+
+    The samples of a text are the same up to the question. Arguments as for `samples`.
+
+    Raises:
+        ValueError: samples of that length have no place for a needle.
+    """
+    if not 1 <= passkeys <= len(WORDS):
+        raise ValueError(f"passkeys: from 1 to {len(WORDS)}, got {passkeys}")
     rng = random.Random(seed)
     haystack = Haystack(text, tokenizer)
     while True:
-        word = rng.choice(WORDS)
-        value = str(rng.randrange(10 ** (DIGITS - 1), 10**DIGITS))
+        facts: dict[str, str] = {}
+        while len(facts) < passkeys:
+            word = rng.choice(WORDS)
+            facts[word] = str(rng.randrange(10 ** (DIGITS - 1), 10**DIGITS))
+        needles = [NEEDLE.format(word=word, value=value) for word, value in facts.items()]
         target = rng.randint(*lengths)
-        overhead = len(_build(tokenizer, [], word, value).ids)
+        # The words differ a little in length.
+        overhead = max(
+            len(_build(tokenizer, " ".join(needles), *asked).ids)
+            for asked in zip(needles, *zip(*facts.items(), strict=True), strict=True)
+        )
         sentences, sizes = haystack.passage(rng, target - overhead)
         before = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
         places = [i for i, n in enumerate(before) if n >= sinks and before[-1] - n >= recent]
@@ -107,21 +139,17 @@ def samples(
                 f"a sample of {target} tokens has no place for the needle beyond {sinks} sinks "
                 f"and {recent} recent tokens"
             )
-        depth = rng.choice(places)
-        needle = NEEDLE.format(word=word, value=value)
-        yield _build(tokenizer, sentences, word, value, needle, depth)
+        hidden: list[list[str]] = [[] for _ in before]
+        for needle in needles:
+            hidden[rng.choice(places)].append(needle)
+        pieces = [part for i, held in enumerate(hidden) for part in (*held, *sentences[i : i + 1])]
+        yield [
+            _build(tokenizer, " ".join(pieces), needle, word, value)
+            for needle, (word, value) in zip(needles, facts.items(), strict=True)
+        ]
 
 
-def _build(
-    tokenizer: Any,
-    sentences: list[str],
-    word: str,
-    value: str,
-    needle: str | None = None,
-    depth: int = 0,
-) -> Passkey:
-    needle = needle or NEEDLE.format(word=word, value=value)
-    context = " ".join([*sentences[:depth], needle, *sentences[depth:]])
+def _build(tokenizer: Any, context: str, needle: str, word: str, value: str) -> Passkey:
     question = QUESTION.format(word=word)
     prompt = in_chat(tokenizer, f"{INTRODUCTION}\n\n{context}\n\n{question}")
     whole = f"{prompt}{ANSWER.format(word=word)} {value}"

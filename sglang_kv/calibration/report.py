@@ -26,6 +26,7 @@ from sglang_kv.calibration.needles import (
     texts_of,
 )
 from sglang_kv.calibration.page import page
+from sglang_kv.calibration.prefill import DENSE, WINDOWED, compare
 from sglang_kv.calibration.progress import Progress
 from sglang_kv.compression.base import PolicyError
 from sglang_kv.compression.duoattention import DuoAttention
@@ -51,7 +52,12 @@ def report(args: argparse.Namespace) -> Path:
     digest = model_hash(args.model)
     gates = load_all(args.gates, args.model, digest)
     trials = measure(args, gates, digest)
-    data = figures(args, gates, trials) | {"model": args.model.resolve().name, "hash": digest}
+    other = trials_of(args, digest, DENSE if args.prefill == WINDOWED else WINDOWED)
+    data = figures(args, gates, trials) | {
+        "model": args.model.resolve().name,
+        "hash": digest,
+        "prefill": compare(trials, other),
+    }
     args.out.mkdir(parents=True, exist_ok=True)
     names = plots.draw(data, args.out) if args.plots else []
     text = json.dumps(data, indent=1)
@@ -85,32 +91,46 @@ def arms_of(args: argparse.Namespace, gates: dict[str, HeadGates]) -> dict[str, 
     def arm(name: str, share: float, window: tuple[int, int] = args.windows[-1]) -> Arm:
         return Arm(name, share, *window, digests[name])
 
+    controls = args.sparsity if args.control_sparsity is None else args.control_sparsity
     return {
-        "main": [arm(name, s) for s in args.sparsity for name in (main, RANDOM, INVERTED)],
+        "main": [
+            *(arm(main, share) for share in args.sparsity),
+            *(arm(name, share) for name in (RANDOM, INVERTED) for share in controls),
+        ],
         "windows": [arm(main, args.window_sparsity, window) for window in args.windows],
         "others": [arm(name, share) for name in others for share in args.sparsity],
     }
 
 
-def measure(args: argparse.Namespace, gates: dict[str, HeadGates], digest: str) -> Trials:
+def trials_of(args: argparse.Namespace, digest: str, prefill: str) -> Trials:
+    """What was tried before, by either prefill."""
     about = {
         "model_hash": digest,
         "text": args.text.name,
         "beyond": [max(window[i] for window in args.windows) for i in (0, 1)],
         "dtype": args.dtype,
+        "passkeys": args.passkeys,
+        "prefill": prefill,
     }
-    trials = Trials(args.out / "needles.jsonl", about)
+    return Trials(args.out / "needles.jsonl", about)
+
+
+def measure(args: argparse.Namespace, gates: dict[str, HeadGates], digest: str) -> Trials:
+    trials = trials_of(args, digest, args.prefill)
     if args.minutes == 0:
         return trials
     import torch
 
     from sglang_kv.calibration.attention import require_supported
+    from sglang_kv.calibration.prefix import require_positions
     from sglang_kv.calibration.run import load_model
-    from sglang_kv.calibration.simulate import answers
+    from sglang_kv.calibration.simulate import Answers
 
     torch.set_num_threads(args.threads)
     model, tokenizer = load_model(args.model, args.device, args.dtype)
     require_supported(model)
+    if args.prefill == DENSE:
+        require_positions(model)
     arms = list(dict.fromkeys(itertools.chain(*arms_of(args, gates).values())))
     before = sum(trial.arm in arms for trial in trials.rows.values())
     values = {name: held.values for name, held in gates.items()}
@@ -118,8 +138,8 @@ def measure(args: argparse.Namespace, gates: dict[str, HeadGates], digest: str) 
     run(
         trials,
         arms,
-        lambda text, heads, sinks, recent: answers(model, text, heads, sinks=sinks, recent=recent),
-        texts_of(tokenizer, args.text.read_text(encoding="utf-8"), args.windows),
+        Answers(model, args.prefill),
+        texts_of(tokenizer, args.text.read_text(encoding="utf-8"), args.windows, args.passkeys),
         lambda arm, seed: arm.heads(values, next(iter(values)), seed),
         lengths=args.lengths,
         seeds=args.seeds,
@@ -175,8 +195,10 @@ def figures(
             "lengths": list(args.lengths),
             "seeds": list(args.seeds),
             "samples": args.samples,
+            "passkeys": args.passkeys,
             "text": args.text.name,
             "dtype": args.dtype,
+            "prefill": args.prefill,
         },
     }
 

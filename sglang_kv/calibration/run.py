@@ -16,9 +16,11 @@ from sglang_kv.calibration import mean_attention, training_free
 from sglang_kv.calibration.attention import require_supported
 from sglang_kv.calibration.multi_passkey import multi_samples
 from sglang_kv.calibration.passkey import samples
+from sglang_kv.calibration.prefix import require_positions
 from sglang_kv.calibration.progress import Progress, Unfinished
 from sglang_kv.calibration.trained import Trainer, Training, train
 from sglang_kv.compression.gates import HeadGates, model_hash, save_gates
+from sglang_kv.kernels.linear import library_has_bf16
 
 
 def calibrate(args: argparse.Namespace) -> HeadGates:
@@ -35,6 +37,8 @@ def calibrate(args: argparse.Namespace) -> HeadGates:
     state = unfinished.load()
     model, tokenizer = load_model(args.model, args.device, args.dtype)
     require_supported(model)
+    if args.method == "trained":
+        require_positions(model)
     find = by_training if args.method == "trained" else without_training
     values = find(args, model, tokenizer, text, unfinished, state)
     gates = HeadGates(
@@ -140,6 +144,13 @@ def without_training(
     method = training_free if args.method == "training-free" else mean_attention
     left = itertools.islice(endless, done, args.samples)
     return method.calibrate(model, left, sums=sums, after_sample=after_sample)
+
+
+def dtype_of(args: argparse.Namespace) -> str:
+    """The ``--dtype`` that is meant: bf16, but fp32 on CPUs on which bf16 products are slow."""
+    if args.dtype != "auto":
+        return str(args.dtype)
+    return "bfloat16" if args.device == "cuda" or library_has_bf16() else "float32"
 
 
 def load_model(folder: Path, device: str, dtype: str) -> tuple[Any, Any]:

@@ -20,8 +20,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from sglang_kv.calibration.attention import attention, full, mixed, shape
+from sglang_kv.calibration.attention import attention, full, intact, mixed, shape
 from sglang_kv.calibration.multi_passkey import MultiPasskey
+from sglang_kv.calibration.prefix import Prefix
 
 Array = np.ndarray[Any, np.dtype[np.float32]]
 
@@ -45,7 +46,7 @@ class Training:
             again: memory for one layer's activations instead of all, and more time.
     """
 
-    steps: int = 80
+    steps: int = 40
     learning_rate: float = 0.05
     l1: float = 0.05
     sinks: int = 64
@@ -64,7 +65,9 @@ class Trainer:
 
     Args:
         model: a causal LM of transformers; its weights are frozen for good.
-        samples: taken in turn, again and again; the full model runs once over each.
+        samples: taken in turn, again and again; the full model runs once over each, and leaves
+            what no gate can change: the keys and values of the tokens that a streaming head
+            treats as a full one does.
         training: how.
     """
 
@@ -74,7 +77,7 @@ class Trainer:
         self.gates = torch.ones(layers, kv_heads, device=model.device, requires_grad=True)
         self.optimizer = torch.optim.AdamW([self.gates], lr=0.0, weight_decay=0.0)
         self.done = 0
-        self._targets: dict[int, torch.Tensor] = {}
+        self._targets: dict[int, tuple[torch.Tensor, Prefix]] = {}
 
     @property
     def values(self) -> Array:
@@ -87,7 +90,7 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = self.training.rate(self.done)
         self.optimizer.zero_grad()
-        distance = self.backward(self.samples[index], self._target(index))
+        distance = self.backward(self.samples[index], *self._target(index))
         mean = self.gates.mean()
         (self.training.l1 * mean).backward()
         self.optimizer.step()
@@ -96,12 +99,13 @@ class Trainer:
         self.done += 1
         return distance, float(mean.detach())
 
-    def backward(self, sample: MultiPasskey, target: torch.Tensor) -> float:
+    def backward(self, sample: MultiPasskey, target: torch.Tensor, prefix: Prefix) -> float:
         """Add the distance's gradient to the gates; returns the distance."""
-        mix = mixed(self.gates, self.training.sinks, self.training.recent)
+        mix = prefix.before(mixed(self.gates, self.training.sinks, self.training.recent))
         # The backward pass runs attention again, so the patch has to last until its end.
         with attention(self.model, mix), checkpointing(self.model, self.training.checkpoint):
-            distance = (self._states(sample) - target).square().sum() / target.square().sum()
+            states = self._states(sample, prefix)
+            distance = (states - target).square().sum() / target.square().sum()
             if distance.requires_grad:  # else the sample is shorter than the window
                 distance.backward()
         return float(distance.detach())
@@ -120,18 +124,22 @@ class Trainer:
             self.gates.copy_(state["gates"])
         self.optimizer.load_state_dict(state["optimizer"])
 
-    def _target(self, index: int) -> torch.Tensor:
-        """The full model's states of a sample, computed at its first turn."""
+    def _target(self, index: int) -> tuple[torch.Tensor, Prefix]:
+        """The full model's states of a sample and its prefix, computed at its first turn."""
         if index not in self._targets:
-            with torch.no_grad(), attention(self.model, full):
-                self._targets[index] = self._states(self.samples[index])
+            sample = self.samples[index]
+            same = intact(self.training.sinks, self.training.recent)
+            # One token at least is left to run.
+            prefix = Prefix(min(same, sample.predicting[0]))
+            with torch.no_grad(), attention(self.model, prefix.keeping(full)):
+                self._targets[index] = self._states(sample, Prefix(0)), prefix
         return self._targets[index]
 
-    def _states(self, sample: MultiPasskey) -> torch.Tensor:
+    def _states(self, sample: MultiPasskey, prefix: Prefix) -> torch.Tensor:
         """Final hidden states that predict the numbers, fp32 [predicting, hidden]."""
-        ids = torch.tensor([sample.ids], device=self.model.device)
-        hidden = self.model.base_model(ids, use_cache=False).last_hidden_state
-        return hidden[0, list(sample.predicting)].float()
+        rest = prefix.rest(sample.ids, self.model.device)
+        hidden = self.model.base_model(**rest).last_hidden_state
+        return hidden[0, [at - prefix.tokens for at in sample.predicting]].float()
 
 
 def train(

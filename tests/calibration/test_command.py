@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 from sglang_kv import cli
 from sglang_kv.calibration import run
 from sglang_kv.calibration.attention import UnsupportedModelError, require_supported
+from sglang_kv.calibration.prefix import require_positions
 from sglang_kv.calibration.progress import Unfinished
 from sglang_kv.compression.gates import load_gates, model_hash
 
@@ -96,6 +98,23 @@ def test_another_model_does_not_go_on(folder: Path, common: list[str], tmp_path:
 
 
 @pytest.mark.parametrize(
+    ("dtype", "device", "has_bf16", "wanted"),
+    [
+        ("auto", "cpu", False, "float32"),
+        ("auto", "cpu", True, "bfloat16"),
+        ("auto", "cuda", False, "bfloat16"),
+        ("bfloat16", "cpu", False, "bfloat16"),
+        ("float32", "cuda", True, "float32"),
+    ],
+)
+def test_the_dtype_is_one_that_the_device_is_fast_with(
+    dtype: str, device: str, has_bf16: bool, wanted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "library_has_bf16", lambda: has_bf16)
+    assert run.dtype_of(argparse.Namespace(dtype=dtype, device=device)) == wanted
+
+
+@pytest.mark.parametrize(
     ("change", "message"),
     [
         (["--recent", "900"], "calibrate: a sample of .* tokens has no place for the needle"),
@@ -160,6 +179,24 @@ def test_common_models_are_supported(kind: str) -> None:
     if kind == "Phi3":
         changes = {"pad_token_id": 0}
     require_supported(small(kind, **changes))
+
+
+@pytest.mark.parametrize("kind", ["Llama", "Qwen2", "Qwen3", "Gemma", "Phi3"])
+def test_common_models_take_positions(kind: str) -> None:
+    changes = {"head_dim": 8} if kind in ("Qwen3", "Gemma") else {}
+    if kind == "Phi3":
+        changes = {"pad_token_id": 0}
+    require_positions(small(kind, **changes))
+
+
+def test_a_model_that_overlooks_positions_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = small("Llama", hidden_size=64, initializer_range=0.5)
+    forward = model.base_model.forward
+    monkeypatch.setattr(
+        model.base_model, "forward", lambda position_ids=None, **rest: forward(**rest)
+    )
+    with pytest.raises(UnsupportedModelError, match="llama: calibration needs a model that takes"):
+        require_positions(model)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ from sglang_kv import cli
 from sglang_kv.calibration import needles, report, simulate
 from sglang_kv.calibration.agreement import overlap, rank_correlation, retrieval_shares
 from sglang_kv.calibration.needles import FULL, INVERTED, RANDOM, Arm, Trial, Trials
+from sglang_kv.calibration.prefill import compare
 from sglang_kv.compression.gates import HeadGates, model_hash, save_gates
 
 VALUES = np.array([[0.0, 0.9], [0.8, 0.1], [0.2, 1.0]], np.float32)
@@ -81,28 +83,73 @@ def test_trials_are_kept_and_only_of_the_same_model(tmp_path: Path) -> None:
 def test_only_what_the_full_cache_finds_is_tried(tmp_path: Path) -> None:
     tried: list[tuple[str, Any]] = []
 
-    def answer(text: Any, heads: Any, sinks: int, recent: int) -> tuple[bool, float]:
-        tried.append((heads, text))
-        return (text % 2 == 1 if heads == FULL else True), -1.0
+    def answer(passkey: Any, tries: Any) -> list[tuple[bool, float]]:
+        tried.extend((heads, passkey) for heads, _, _ in tries)
+        return [(passkey % 2 == 1 if heads == FULL else True, -1.0) for heads, _, _ in tries]
 
     arm = Arm("main", 0.5, 4, 64)
     arguments = {
-        "texts": lambda length, seed: iter(range(length, length + 100)),
+        "texts": lambda length, seed: ([n, n + 1] for n in range(length, length + 100, 2)),
         "heads": lambda arm, seed: arm.name,
-        "lengths": (10, 20),
+        "lengths": (10, 40),
         "seeds": (0,),
         "count": 2,
     }
     trials = Trials(tmp_path / "t.jsonl", {})
-    needles.run(trials, [arm], answer, **arguments)
-    assert [text for heads, text in tried if heads == "main"] == [11, 21, 13, 23]
-    assert [text for heads, text in tried if heads == FULL] == [10, 11, 20, 21, 12, 13, 22, 23]
+    shown: list[int] = []
+    needles.run(trials, [arm], answer, progress=shown.append, **arguments)
+    # Text by text in turns: 10 and 11 are one text's, 12 and 13 the next one's.
+    assert [passkey for heads, passkey in tried if heads == FULL] == [
+        10,
+        11,
+        40,
+        41,
+        12,
+        13,
+        42,
+        43,
+    ]
+    assert [passkey for heads, passkey in tried if heads == "main"] == [11, 41, 13, 43]
+    assert shown == [1, 2, 3, 4]
     assert len(Trials(trials.path, {}).rows) == 12
     before = len(tried)
     needles.run(Trials(trials.path, {}), [arm], answer, **arguments)
     assert len(tried) == before
     needles.run(Trials(tmp_path / "u.jsonl", {}), [arm], answer, **arguments, deadline=0)
     assert len(tried) == before
+
+
+def test_a_model_that_finds_nothing_ends(tmp_path: Path) -> None:
+    tried: list[Any] = []
+
+    def answer(passkey: Any, tries: Any) -> list[tuple[bool, float]]:
+        tried.append(passkey)
+        return [(False, -1.0)] * len(tries)
+
+    needles.run(
+        Trials(tmp_path / "t.jsonl", {}),
+        [Arm("main", 0.5, 4, 64)],
+        answer,
+        lambda length, seed: ([n] for n in itertools.count()),
+        lambda arm, seed: np.ones((1, 1), np.bool_),
+        lengths=(10,),
+        seeds=(0,),
+        count=3,
+    )
+    assert tried == list(range(3 * needles.TRIES))
+
+
+def test_both_prefills_are_compared_on_the_same_texts(tmp_path: Path) -> None:
+    arm, alone = Arm("main", 0.5, 4, 64), Arm("main", 0.9, 4, 64)
+    here, there = Trials(tmp_path / "a.jsonl", {}), Trials(tmp_path / "b.jsonl", {})
+    for index, found in enumerate((True, True, True, False)):
+        here.add(Trial(arm, 2048, 0, index, found, -1.0))
+        here.add(Trial(alone, 2048, 0, index, found, -1.0))
+    for index, found in ((1, True), (2, False), (3, True), (9, True)):
+        there.add(Trial(arm, 2048, 0, index, found, -2.0))
+    (row,) = compare(here, there)
+    assert (row["sparsity"], row["tried"], row["here"], row["there"]) == (0.5, 3, 2, 2)
+    assert (row["only_here"], row["only_there"], row["likelihood"]) == (1, 1, [-1.0, -2.0])
 
 
 # -- figures --
@@ -154,7 +201,19 @@ def files(tmp_path: Path, folder: Path) -> list[str]:
 
 
 def command(common: list[str], files: list[str], out: Path, *more: str) -> list[str]:
-    sizes = ["--lengths", "900", "--samples", "1", "--seeds", "0", "1", "--dtype", "float32"]
+    sizes = [
+        "--lengths",
+        "900",
+        "--samples",
+        "1",
+        "--passkeys",
+        "2",
+        "--seeds",
+        "0",
+        "1",
+        "--dtype",
+        "float32",
+    ]
     windows = ["--windows", "4+16", "8+64", *SHARES]
     named = ["calibrate-report", common[0], *files, *common[1:], "--out", str(out)]
     return [*named, *sizes, *windows, *more]
@@ -174,11 +233,11 @@ def test_a_report_is_written_and_completed(
 
     calls: list[Any] = []
 
-    def finds(model: Any, sample: Any, heads: Any, **window: int) -> tuple[bool, float]:
-        calls.append(window)
-        return bool(heads[0, 1]), -0.5  # one of the first file's retrieval heads
+    def finds(self: Any, passkey: Any, tries: Any) -> list[tuple[bool, float]]:
+        calls.extend((sinks, recent) for _, sinks, recent in tries)
+        return [(bool(heads[0, 1]), -0.5) for heads, _, _ in tries]  # one of the first file's
 
-    monkeypatch.setattr(simulate, "answers", finds)
+    monkeypatch.setattr(simulate.Answers, "__call__", finds)
     cli.main(arguments)
     assert capsys.readouterr().out.splitlines()[-1] == str(out / "report.md")
     text = (out / "report.md").read_text()
@@ -192,10 +251,21 @@ def test_a_report_is_written_and_completed(
     assert "| first, second | " in text
     # Full, and five arms: the two files, random, inverted, and the other window.
     assert len(calls) == 2 * 6
-    assert {"sinks": 4, "recent": 16} in calls
+    assert (4, 16) in calls
     cli.main(arguments)
     assert len(calls) == 2 * 6
     assert (out / "report.md").read_text() == text
+    assert "**Dense prefill, heads cut afterwards**" in text
+    assert "## Dense and windowed prefill" not in text
+
+    # The same folder takes the stricter prefill; then the two are compared.
+    cli.main([*arguments, "--prefill", "windowed", "--control-sparsity", "0.75"])
+    assert len(calls) == 2 * 2 * 6
+    strict = (out / "report.md").read_text()
+    assert "**Windowed prefill**" in strict
+    assert "| random | 75% | " in strict
+    assert "| random | 50% | " not in strict.split("## Dense and windowed")[0]
+    assert "| first | 50% | 8 + 64 | 2/2 | 2/2 | 0 | 0 | -0.50 | -0.50 |" in strict
 
 
 def test_the_report_draws_plots(common: list[str], files: list[str], tmp_path: Path) -> None:

@@ -92,7 +92,7 @@ def test_gradients_equal_finite_differences(checkpoint: bool) -> None:
     with torch.no_grad():
         trainer.gates.copy_(some_gates(model))
     target = trainer._target(0)  # noqa: SLF001
-    trainer.backward(SHORT, target)
+    trainer.backward(SHORT, *target)
     slope = trainer.gates.grad
     assert slope is not None
     step = 1e-2
@@ -102,7 +102,7 @@ def test_gradients_equal_finite_differences(checkpoint: bool) -> None:
             with torch.no_grad():
                 trainer.gates[at] += sign * step
             trainer.gates.grad = None
-            around.append(trainer.backward(SHORT, target))
+            around.append(trainer.backward(SHORT, *target))
             with torch.no_grad():
                 trainer.gates[at] -= sign * step
         difference = (around[0] - around[1]) / (2 * step)
@@ -122,14 +122,15 @@ def test_checkpointing_changes_nothing_else() -> None:
 
 def test_the_distance_is_relative_and_of_the_named_states(model: Any) -> None:
     trainer = Trainer(model, [SHORT], Training(**WINDOW))
-    assert trainer.backward(SHORT, trainer._target(0)) == 0  # noqa: SLF001
+    assert trainer.backward(SHORT, *trainer._target(0)) == 0  # noqa: SLF001
     with torch.no_grad():
         trainer.gates.zero_()
-    target = trainer._target(0)  # noqa: SLF001
+    target, prefix = trainer._target(0)  # noqa: SLF001
+    assert prefix.tokens == 2 + 16 + 1
     with torch.no_grad():
         other = states(model, mixed(trainer.gates, **WINDOW))[list(SHORT.predicting)]
     wanted = float((other - target).square().sum() / target.square().sum())
-    assert trainer.backward(SHORT, target) == pytest.approx(wanted, rel=1e-4)
+    assert trainer.backward(SHORT, target, prefix) == pytest.approx(wanted, rel=1e-4)
 
 
 def test_only_gates_learn_and_stay_in_range(model: Any) -> None:

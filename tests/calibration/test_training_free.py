@@ -13,7 +13,9 @@ from tiny_model import TEXT
 
 from sglang_kv.calibration import passkey, simulate
 from sglang_kv.calibration.attention import BLOCK, UnsupportedModelError, attention, duo, shape
-from sglang_kv.calibration.passkey import Haystack, Passkey, samples
+from sglang_kv.calibration.passkey import Haystack, Passkey, quizzes, samples
+from sglang_kv.calibration.prefill import DENSE, WINDOWED
+from sglang_kv.calibration.prefix import Prefix
 from sglang_kv.calibration.training_free import (
     attention_mass,
     calibrate,
@@ -62,6 +64,26 @@ def test_samples_without_a_chat_template(tokenizer: Any) -> None:
     text = "".join(tokenizer.convert_ids_to_tokens(plain.ids))
     assert "<bot>" not in text
     assert passkey.QUESTION.split("{")[0] in text
+
+
+def test_a_texts_passkeys_are_asked_for_one_at_a_time(tokenizer: Any) -> None:
+    texts = quizzes(tokenizer, TEXT, seed=1, lengths=(1300, 1500), passkeys=4, sinks=30, recent=300)
+    for quiz in itertools.islice(texts, 5):
+        assert len(quiz) == 4
+        begin = quiz[0].question.start
+        bodies = {sample.ids[: sample.question.start] for sample in quiz}
+        assert len(bodies) == 1
+        (body,) = bodies
+        assert all(sample.question.start == begin for sample in quiz)
+        numbers = {body[sample.value.start : sample.value.stop] for sample in quiz}
+        assert len(numbers) == 4
+        for sample in quiz:
+            assert len(sample.ids) <= 1500
+            assert sample.ids[sample.answer.start :] == body[sample.value.start : sample.value.stop]
+            assert sample.needle.start >= 30
+            assert begin - sample.needle.stop >= 300
+    with pytest.raises(ValueError, match="passkeys: from 1 to"):
+        next(quizzes(tokenizer, TEXT, seed=1, lengths=(900, 900), passkeys=0))
 
 
 def test_samples_are_seeded(tokenizer: Any) -> None:
@@ -168,6 +190,74 @@ def test_the_simulation_equals_eager_attention_under_a_mask(
         with torch.inference_mode(), attention(model, duo(heads, sinks, recent)):
             logits = model(torch.tensor([sample.ids]), use_cache=False).logits[0]
         torch.testing.assert_close(logits, expected, atol=2e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("tokens", [1, 300, 2 * BLOCK])
+def test_the_rest_behind_a_prefix_equals_the_whole(
+    model: Any, sample: Passkey, tokens: int
+) -> None:
+    heads = np.array([[True, False], [False, False], [True, True]])
+    whole, prefix = duo(heads, 8, 64), Prefix(tokens)
+    with torch.inference_mode(), attention(model, prefix.keeping(whole)):
+        expected = model(torch.tensor([sample.ids]), use_cache=False).logits[0, tokens:]
+    with torch.inference_mode(), attention(model, prefix.before(whole)):
+        found = model(**prefix.rest(sample.ids, "cpu")).logits[0]
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize(("sinks", "recent"), [(4, 100), (0, 200), (64, 256)])
+def test_dense_prefill_cuts_from_the_question_on(
+    model: Any, sample: Passkey, sinks: int, recent: int
+) -> None:
+    answers = simulate.Answers(model, DENSE)
+    positions = torch.arange(len(sample.ids))
+    distance = positions[:, None] - positions
+    before = (positions < sample.question.start)[:, None]
+    window = (positions < sinks) | (distance <= recent) | before
+    found = []
+    for heads, seen in ((none(), window), (~none(), window | True)):
+        bias = torch.zeros(seen.shape).masked_fill(~(seen & (distance >= 0)), -torch.inf)
+        logits = eager(model, sample, bias[None, None]).logits[0].log_softmax(-1)
+        wanted = torch.tensor(sample.ids[sample.answer.start :])
+        rows = logits[sample.answer.start - 1 : -1]
+        ((right, likelihood),) = answers(sample, [(heads, sinks, recent)])
+        assert right == bool((rows.argmax(-1) == wanted).all())
+        expected = float(rows[range(len(wanted)), wanted].mean())
+        assert likelihood == pytest.approx(expected, abs=1e-4)
+        found.append(likelihood)
+    assert abs(found[0] - found[1]) > 1e-3
+    (strict,) = simulate.Answers(model, WINDOWED)(sample, [(none(), sinks, recent)])
+    assert strict == simulate.answers(model, sample, none(), sinks=sinks, recent=recent)
+    assert strict[1] != pytest.approx(found[0], abs=1e-4)
+
+
+def test_dense_prefill_runs_once_for_each_text(model: Any, tokenizer: Any) -> None:
+    texts = quizzes(tokenizer, TEXT, seed=9, lengths=(900, 900), passkeys=2, sinks=8, recent=64)
+    (first, second), (other, _) = itertools.islice(texts, 2)
+    answers = simulate.Answers(model, DENSE)
+    lengths: list[int] = []
+    hook = model.base_model.layers[0].register_forward_pre_hook(
+        lambda module, given: lengths.append(given[0].shape[1])
+    )
+    try:
+        tries = [(none(), 8, 64), (~none(), 8, 64), (none(), 4, 16)]
+        found = answers(first, tries)
+        alone = [answers(first, [one])[0] for one in tries]
+        answers(second, tries)
+        answers(other, tries)
+        assert answers(first, tries) == found
+    finally:
+        hook.remove()
+    begin, rest, other_begin, other_rest = (
+        n
+        for sample in (first, other)
+        for n in (sample.question.start, len(sample.ids) - sample.question.start)
+    )
+    again = len(second.ids) - begin
+    assert lengths == [begin, *[rest] * 4, again, other_begin, other_rest, begin, rest]
+    assert [right for right, _ in found] == [right for right, _ in alone]
+    np.testing.assert_allclose([x for _, x in found], [x for _, x in alone], atol=1e-4)
+    assert len({round(x, 4) for _, x in found}) == 3
 
 
 def test_only_the_named_heads_stream() -> None:

@@ -1,0 +1,93 @@
+"""Lines of results about calibrations: times of stopped runs, and a report's rows."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang_kv.benchmarks import calibration
+
+WRITES = """
+import json, pathlib, sys, time
+out = pathlib.Path(sys.argv[sys.argv.index("--out") + 1])
+again = out.with_suffix(".begun")
+if not again.exists():
+    again.touch()
+    time.sleep(60)
+while time.process_time() < 0.3:
+    pass
+out.write_text(json.dumps({"model": "m", "parameters": {"samples": 2}, "sinks": 4, "recent": 8}))
+"""
+
+
+def test_a_stopped_calibrations_time_counts_all_pieces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script, program = tmp_path / "work.py", tmp_path / "python"
+    script.write_text(WRITES)
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} {script} "$@"\n')
+    program.chmod(0o755)
+    monkeypatch.setattr(calibration.sys, "executable", str(program))
+    lines: list[Any] = []
+    monkeypatch.setattr(calibration, "record", lambda name, row: lines.append((name, row)))
+    args = argparse.Namespace(
+        model=tmp_path, method="trained", out=tmp_path / "g.json", minutes=1 / 60
+    )
+    with pytest.raises(SystemExit, match="not done yet"):
+        calibration.time_calibration(args, ["--seed", "3"])
+    assert not lines
+    args.minutes = None
+    calibration.time_calibration(args, ["--seed", "3"])
+    ((name, row),) = lines
+    assert (name, row["arm"], row["pieces"]) == ("calibration", "trained", 2)
+    assert row["seconds"] > 1.3
+    assert 0.3 < row["cpu_seconds"] < row["seconds"]
+    assert row["parameters"] == {"samples": 2}
+    assert sorted(path.name for path in tmp_path.glob("g.*")) == ["g.begun", "g.json"]
+
+
+def test_a_failed_calibration_is_no_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibration, "record", lambda name, row: pytest.fail("recorded"))
+    args = argparse.Namespace(
+        model=tmp_path, method="trained", out=tmp_path / "g.json", minutes=None
+    )
+    with pytest.raises(calibration.subprocess.CalledProcessError):
+        calibration.time_calibration(args, [])
+
+
+def test_a_reports_rows_become_lines() -> None:
+    row = {"name": "main", "sparsity": 0.5, "sinks": 4, "recent": 64}
+    data = {
+        "model": "m",
+        "hash": "sha256:1",
+        "settings": {"lengths": [2048]},
+        "full": {"name": "full", "sparsity": 0.0},
+        "needles": [row, {**row, "name": "random"}],
+        "windows": [row],
+        "prefill": [{**row, "here": 3}],
+        "gates": [{"name": "main", "method": "trained", "shares": {"0.5": 0.2}, "values": [[1]]}],
+        "agreement": [{"first": "a", "second": "b", "rank_correlation": 0.9}],
+        "recommended": 0.5,
+        "window": [4, 64],
+    }
+    lines = list(calibration.rows(data))
+    kinds = [(line["kind"], line["arm"]) for line in lines]
+    assert kinds == [
+        ("needles", "main 0.5 4+64"),
+        ("needles", "random 0.5 4+64"),
+        ("windows", "main 0.5 4+64"),
+        ("prefill", "main 0.5 4+64"),
+        ("needles", "full"),
+        ("shares", "main"),
+        ("agreement", "a, b"),
+        ("chosen", "main"),
+    ]
+    assert all(line["model_hash"] == "sha256:1" and line["settings"] for line in lines)
+    assert lines[3]["here"] == 3
+    assert lines[-1]["recommended"] == 0.5
+    json.dumps(lines)
