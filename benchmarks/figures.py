@@ -8,6 +8,9 @@ from sglang_kv.benchmarks import endless_figures
 from sglang_kv.benchmarks.figure import Figure, Series
 from sglang_kv.benchmarks.records import lines, needle_cells, newest
 
+#: The workload whose hits by memory are plotted.
+PREFIXES = "shared_system_prompts"
+
 
 def quality_against_memory() -> Figure | None:
     """Needles kept against memory kept, one point per arm with the question seen."""
@@ -114,6 +117,33 @@ def perplexity_against_position() -> Figure | None:
     )
 
 
+def hit_rate_against_memory() -> Figure | None:
+    """Hit rate of each order against memory, on the first workload."""
+    rows = [row for row in newest("prefix_replay").values() if row["workload"] == PREFIXES]
+    if not rows:
+        return None
+    series = []
+    for order in rows[0]["hit_tokens"]:
+        points = tuple(
+            (
+                row["memory_tokens"] / 1024,
+                round(row["hit_tokens"][order] / row["prompt_tokens"], 4),
+                None,
+                None,
+            )
+            for row in sorted(rows, key=lambda row: int(row["memory_tokens"]))
+        )
+        series.append(Series(order, points))
+    return Figure(
+        "prefix-hits-memory",
+        f"Hit rate against memory ({PREFIXES}, {rows[0]['requests']} requests, replayed)",
+        "memory, thousands (1,024) of tokens",
+        "prompt tokens hit",
+        "lines",
+        tuple(series),
+    )
+
+
 def _of(suite: str, only: int | None = None) -> str:
     """The models and lengths of a suite's lines."""
     rows = [row for row in lines("quality") if row["suite"] == suite]
@@ -130,6 +160,7 @@ MAKERS: tuple[Callable[[], Figure | None], ...] = (
     requests_that_fit,
     perplexity_against_position,
     endless_figures.figure,
+    hit_rate_against_memory,
 )
 
 

@@ -17,7 +17,15 @@ from pathlib import Path
 from typing import Any
 
 from sglang_kv import cli
-from sglang_kv.benchmarks import beside, choosing, claims, decode_cost, endless_figures, plots
+from sglang_kv.benchmarks import (
+    beside,
+    choosing,
+    claims,
+    decode_cost,
+    endless_figures,
+    plots,
+    prefix_tables,
+)
 from sglang_kv.benchmarks.figures import figures
 from sglang_kv.benchmarks.records import needle_cells, newest
 from sglang_kv.planner import command
@@ -246,6 +254,12 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "kernels-eight": partial(decode_cost.table, batch=8, tokens=32768),
     "kernels-splits": decode_cost.splits_table,
     "kernels-pages": decode_cost.pages_table,
+    "prefix-orders": prefix_tables.orders,
+    "prefix-plot": partial(pictures, FIGURES.name, "prefix-hits-memory"),
+    "prefix-thinning": prefix_tables.thinning,
+    "prefix-gates": prefix_tables.gates,
+    "prefix-served": prefix_tables.served,
+    "prefix-costs": prefix_tables.costs,
 }
 #: Where each section stands.
 DOCUMENTS = {
@@ -260,6 +274,10 @@ DOCUMENTS = {
     "docs/PLANNER.md": (
         *("plan-example", "plan-models", "plan-methods"),
         *("plan-outgrow", "plan-attention", "plan-paging"),
+    ),
+    "docs/PREFIXES.md": (
+        *("prefix-orders", "prefix-plot", "prefix-thinning"),
+        *("prefix-gates", "prefix-served", "prefix-costs"),
     ),
     "docs/KERNELS.md": ("kernels-decode", "kernels-eight", "kernels-splits", "kernels-pages"),
 }

@@ -44,6 +44,7 @@ class Books(Generic[V]):
         owner: Owner[V] | None = None,
         order_name: str = "importance",
         half_life: float = float("inf"),
+        thin_first: bool = False,
     ):
         if page_size <= 0:
             raise ValueError(f"page_size must be positive, got {page_size}")
@@ -51,6 +52,7 @@ class Books(Generic[V]):
         self.owner: Owner[V] = Owner() if owner is None else owner
         self.decay = Decay(half_life)
         self.order_name = order_name
+        self.thin_first = thin_first
         self.order: Order = order(order_name, self.decay)
         self.clock = 0  #: tokens stored so far: what importance ages by
         self.accesses = 0  #: grows with every access: what recency is told by
@@ -175,7 +177,9 @@ class Books(Generic[V]):
                 return None
         # The upper half of a thinned node serves nobody once the lower half has gone.
         useless = not node.ends_window and not node.kept_children
-        return (not useless, *self.order(node))
+        thins = self.thin_first and node.state is State.RESIDENT
+        thins = thins and self.owner.plan_thin(node) is not None
+        return (not useless, not thins, *self.order(node))
 
     def leaf_key(self, node: Node[V]) -> OrderKey | None:
         """Place of a node among those that may lose their ids; None if it may not."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
@@ -93,6 +95,8 @@ class Holds(Books[V]):
             if not (np.isfinite(pages).all() and (pages >= 0).all()):
                 raise ValueError("density must be finite and not negative")
         path = self._alive(node).path()
+        for upper, lower in pairwise(reversed(path)):
+            lower.forked |= upper.forked
         for step in path:
             step.hits += 1
             if pages is not None:

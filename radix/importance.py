@@ -30,6 +30,10 @@ from numpy.typing import ArrayLike, NDArray
 
 from sglang_kv.radix.node import Node
 
+#: Importance counts half after a sixteenth of the memory has been filled anew. With longer ones,
+#: what drew more attention outlives conversations whose next turn is still to come.
+HALF_LIFE = 1 / 16
+
 
 @dataclass(frozen=True)
 class Decay:

@@ -116,7 +116,7 @@ class Node(Generic[V]):
         self.cost = 0.0
         self.lock_ref = 0
         self.readers = 0
-        self.forked = False
+        self.forked = False  # keys went on in several ways, here or below
         self.resident_children = 0
         self.kept_children = 0  # resident or thinned
         self.hits = 0

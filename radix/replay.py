@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from sglang_kv.radix.importance import profile
+from sglang_kv.radix.importance import HALF_LIFE, profile
 from sglang_kv.radix.node import Node, State, Thin
 from sglang_kv.radix.optimum import optimum
 from sglang_kv.radix.orders import ORDERS
@@ -26,8 +26,6 @@ from sglang_kv.radix.owner import Owner
 from sglang_kv.radix.trace import Request, read_trace
 from sglang_kv.radix.tree import RadixTree
 
-#: Importance counts half after memory has been filled once more (times `memory_tokens`).
-HALF_LIFE = 1.0
 SIGNALS = ("trace", "uniform", "shuffled")
 
 
@@ -38,6 +36,8 @@ class PrefillOwner(Owner[range]):
         crossover: position at which attention costs as much as all the rest of a token (about
             30,000 in an 8B model of 32 layers with 4,096 channels).
         thin: what nodes may be thinned to; None: never.
+        short: nodes are thinned, too, that give up little or nothing, since what lies above one can
+            only be thinned after it.
         retrieval_share: of the streams, those that keep every token of a thinned node.
         token_bytes: bytes of one token in all streams.
     """
@@ -47,11 +47,13 @@ class PrefillOwner(Owner[range]):
         *,
         crossover: float = 32_768.0,
         thin: Thin | None = None,
+        short: bool = False,
         retrieval_share: float = 0.5,
         token_bytes: int = 64,
     ):
         self.crossover = crossover
         self.thin = thin
+        self.short = short
         self.retrieval_share = retrieval_share
         self.token_bytes = token_bytes
         self.thinnings = 0
@@ -71,8 +73,9 @@ class PrefillOwner(Owner[range]):
         return len(node) * (1.0 + (node.start + len(node) / 2) / self.crossover)
 
     def plan_thin(self, node: Node[range]) -> Thin | None:
-        worth_it = self.thin is not None and len(node) > 2 * self.thin.recent
-        return self.thin if worth_it else None
+        thin = self.thin
+        worth_it = thin is not None and (self.short or len(node) > 2 * thin.recent)
+        return thin if worth_it else None
 
     def thinned(self, node: Node[range]) -> None:
         self.thinnings += 1
@@ -102,16 +105,28 @@ def replay(
     page_size: int = 16,
     half_life: float = HALF_LIFE,
     owner: PrefillOwner | None = None,
+    thin_first: bool = False,
+    publish_every: int = 1,
 ) -> Replayed:
     """Run ``requests`` through a tree that holds ``memory_tokens`` dense tokens.
 
     A request that does not fit into the empty memory is served without the tree: no hit, nothing
-    stored. With an owner that thins, every request may use thinned nodes; what it computes behind
-    one is not what full attention gives, so it is not stored.
+    stored. With an owner that thins, requests may use thinned nodes; what one computes behind such
+    a node is not what full attention gives, so it is not stored.
+
+    Args:
+        thin_first: see `RadixTree`.
+        publish_every: every so many requests one is dense: it stores what it computes and takes no
+            thinned nodes. The others are `duoattention` requests: they take thinned nodes if the
+            owner thins, and what they compute is their own. 1: all store.
     """
     owner = PrefillOwner() if owner is None else owner
     tree: RadixTree[range] = RadixTree(
-        page_size, owner=owner, order_name=order, half_life=half_life * memory_tokens
+        page_size,
+        owner=owner,
+        order_name=order,
+        half_life=half_life * memory_tokens,
+        thin_first=thin_first,
     )
     capacity = memory_tokens * owner.token_bytes
     prompt_tokens = hits = resident = 0
@@ -121,13 +136,16 @@ def replay(
         whole = len(key.tokens) // page_size * page_size
         if whole > memory_tokens:
             continue
-        match = tree.match(key, limit=length - 1, need=owner.thin)
+        publishes = index % publish_every == 0
+        need = None if publishes and publish_every > 1 else owner.thin
+        match = tree.match(key, limit=length - 1, need=need)
         hits += match.length
         tree.lock(match.node)
         tree.read(match.node)
-        tree.evict(tree.used_bytes + (whole - match.length) * owner.token_bytes - capacity)
+        if publishes:  # with room for all of it: what is thinned on its way is filled again
+            tree.evict(tree.used_bytes + (whole - match.length) * owner.token_bytes - capacity)
         worth = None if request.importance is None else profile(request.importance)
-        if match.node.state is State.THINNED:
+        if not publishes or match.node.state is State.THINNED:
             tree.credit(match.node, worth)
         else:
             done = tree.insert(key._replace(tokens=key.tokens[:length]), range(length))

@@ -62,6 +62,7 @@ class RadixTree(Holds[V]):
         owner: whose memory it is.
         order_name: who goes first, one of `orders.ORDERS`.
         half_life: stored tokens after which importance counts half.
+        thin_first: thin all nodes that the owner thins before any is emptied, not in turn.
     """
 
     # -- looking up --
@@ -77,7 +78,9 @@ class RadixTree(Holds[V]):
         """
         node, length = self._walk(key, limit, need)
         if length < node.end:
-            node = self.split(node, length - node.start)
+            asked = len(key.tokens) if limit is None else min(limit, len(key.tokens))
+            parts = length < asked // self.page_size * self.page_size
+            node = self.split(node, length - node.start, forked=parts)
         self._touch(node.path())
         return Match(length, node)
 
@@ -198,9 +201,9 @@ class RadixTree(Holds[V]):
             if child is None:
                 break
             same = common_prefix(child.tokens, tokens[done:length], self.page_size)
-            node = child if same == len(child) else self.split(child, same)
-            path.append(node)
             done += same
+            node = child if same == len(child) else self.split(child, same, forked=done < length)
+            path.append(node)
         self._touch(path)
         return path, done
 
@@ -235,11 +238,14 @@ class RadixTree(Holds[V]):
         self._reweigh(node)
         self._refresh(node)
 
-    def split(self, node: Node[V], num_tokens: int) -> Node[V]:
+    def split(self, node: Node[V], num_tokens: int, *, forked: bool = False) -> Node[V]:
         """Cut ``node`` after ``num_tokens``; return the upper half. ``node`` is the lower one.
 
         Locks and readers hold on to both; pages keep their importance, bit by bit. A snapshot stays
         at the end, and so does the window of a thinned node: its upper half is a miss.
+
+        Args:
+            forked: a key goes on in another way there; else one only ends there.
         """
         if num_tokens % self.page_size or not 0 < num_tokens < len(node) or node.parent is None:
             raise ValueError(f"cannot split {node} after {num_tokens} tokens")
@@ -257,7 +263,7 @@ class RadixTree(Holds[V]):
         upper.state, upper.thin = node.state, node.thin
         upper.ends_window = node.state is not State.THINNED
         upper.lock_ref, upper.hits, upper.last_access = node.lock_ref, node.hits, node.last_access
-        upper.forked = True
+        upper.forked = node.forked or forked
         upper.readers = 0 if node.snapshot is not None else node.readers
         upper.resident_children = int(node.state is State.RESIDENT)
         upper.kept_children = int(node.state is not State.HOLLOW)

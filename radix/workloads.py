@@ -74,7 +74,7 @@ def _spread(
         page += share / count / len(page)
 
 
-class _Names:
+class Names:
     """Fresh names of segments."""
 
     def __init__(self) -> None:
@@ -95,7 +95,7 @@ def shared_system_prompts(
     seed: int = 0, *, requests: int = 1000, tenants: int = 32
 ) -> list[Request]:
     """Many tenants, each with one system prompt, and long documents that are asked about once."""
-    rng, names = np.random.default_rng(seed), _Names()
+    rng, names = np.random.default_rng(seed), Names()
     systems = [names.new(rng.integers(512, 2049)) for _ in range(tenants)]
     popularity = _zipf(tenants, 0.6)
     trace = []
@@ -112,7 +112,7 @@ def shared_system_prompts(
 def agents(seed: int = 0, *, requests: int = 1000, at_once: int = 24) -> list[Request]:
     """Agents that go on turn after turn: tools and rules that all share, a task, then tool
     outputs and answers. Many run at once, at different speeds; who has ended is replaced."""
-    rng, names = np.random.default_rng(seed), _Names()
+    rng, names = np.random.default_rng(seed), Names()
     tools = names.new(3000)
 
     def start() -> tuple[list[Segment], int, float]:
@@ -141,7 +141,7 @@ def rag(
 ) -> list[Request]:
     """Questions over a set of documents with Zipf-distributed popularity: system prompt, the
     documents by rank of retrieval (most popular first, as often as not), the question."""
-    rng, names = np.random.default_rng(seed), _Names()
+    rng, names = np.random.default_rng(seed), Names()
     system = names.new(600)
     texts = [names.new(np.clip(rng.lognormal(7.0, 0.5), 300, 4000)) for _ in range(documents)]
     popularity = _zipf(documents, 1.0)
@@ -161,7 +161,7 @@ def rag(
 def chats(seed: int = 0, *, requests: int = 1500, users: int = 60) -> list[Request]:
     """Conversations without a shared beginning: most are short, pauses have a heavy tail, and
     some begin with a long pasted text."""
-    rng, names = np.random.default_rng(seed), _Names()
+    rng, names = np.random.default_rng(seed), Names()
     trace: list[Request] = []
 
     def start() -> list[Segment]:

@@ -174,7 +174,8 @@ def _measures(options: Options, geometry: Geometry) -> bool:
 def _thinner(options: Options, ledger: PhysicalLedger) -> Thinner | None:
     if not options.prefix_thinning:
         return None
-    return Thinner.of(ledger, thinning_plan(ledger.geometry, options.default_policy))
+    plan = thinning_plan(ledger.geometry, options.default_policy)
+    return Thinner.of(ledger, plan, first=options.prefix_thinning_first)
 
 
 def _gates(options: Options, model_config: Any) -> HeadGates | None:

@@ -20,6 +20,7 @@ from sglang_kv.namespaces import Sharing, under_policy
 from sglang_kv.owner import LedgerOwner, PrefixNode
 from sglang_kv.prefix_ids import IdLedger
 from sglang_kv.radix.dump import as_json, as_text
+from sglang_kv.radix.importance import HALF_LIFE
 from sglang_kv.radix.key import Key, Namespace
 from sglang_kv.radix.tree import RadixTree
 from sglang_kv.request import RequestState
@@ -29,8 +30,6 @@ from sglang_kv.thinning import Thinner
 from sglang_kv.tree_events import TreeEvents
 from sglang_kv.worth import page_worth
 
-#: Importance counts half after memory has been filled so many times more.
-HALF_LIFE = 1.0
 #: Nodes that ``/server_info`` shows.
 SHOWN = 100
 
@@ -79,6 +78,7 @@ class HeadPageRadixCache(IdLedger):
             owner=self.owner,
             order_name=params.eviction_policy.lower(),
             half_life=HALF_LIFE * max(1, tokens),
+            thin_first=thinner is not None and thinner.first,
         )
         if params.enable_metrics:
             self.init_metrics_collector()

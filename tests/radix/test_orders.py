@@ -145,3 +145,33 @@ def test_the_heap_agrees_with_a_scan(name: str) -> None:
             assert step.node.id == min(keys)[1]
             assert math.isfinite(tree.used_bytes)
     tree.check()
+
+
+def test_what_several_read_outlives_what_one_read() -> None:
+    """A beginning that two keys share goes after a document that came later and drew more."""
+    tree: RadixTree[range] = RadixTree(2, half_life=100.0)
+    for tail in (10, 20):
+        done = tree.insert(Key.of([1, 2, 3, 4, tail, tail]), range(6))
+        tree.credit(done.node, [1.0, 1.0, 1.0])
+    shared = tree.match(Key.of([1, 2, 3, 4])).node
+    assert shared.forked
+    once = tree.insert(Key.of([7, 8, 9, 9]), range(4)).node
+    tree.credit(once, [50.0, 50.0])
+    gone = [tuple(step.node.tokens) for step in iter(tree.evict_one, None) if step]
+    assert gone[-1] == (1, 2, 3, 4)
+    assert (7, 8, 9, 9) in gone[:-1]
+
+
+def test_a_key_that_only_ends_in_a_node_is_no_second_reader() -> None:
+    tree: RadixTree[range] = RadixTree(2)
+    tree.insert(Key.of(range(8)), range(8))
+    tree.insert(Key.of(range(4)), range(4))  # where its prompt had ended
+    assert not any(node.forked for node in tree.nodes())
+    tree.match(Key.of(range(8)), limit=6)
+    assert not any(node.forked for node in tree.nodes())
+    tree.match(Key.of([0, 1, 9, 9]))
+    assert [node.end for node in tree.nodes() if node.forked] == [2]
+    tail = tree.match(Key.of([0, 1, 2, 3])).node
+    tree.credit(tail)
+    assert not tail.forked
+    assert tail.path()[0].forked

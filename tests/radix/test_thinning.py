@@ -196,3 +196,21 @@ def test_what_is_read_is_not_thinned() -> None:
     assert [s.step for s in (tree.evict_one(), tree.evict_one()) if s] == ["thin", "empty"]
     assert node.state is State.HOLLOW
     tree.check()
+
+
+def test_thinned_first_means_all_before_any_is_emptied() -> None:
+    """Whatever they are worth; in their order, and then the thinned ones in theirs."""
+
+    def steps(thin_first: bool) -> list[tuple[str, int]]:
+        tree: RadixTree[Any] = RadixTree(2, owner=FourHeads(), thin_first=thin_first)
+        for first, worth in ((100, 1.0), (200, 1000.0)):
+            tokens = range(first, first + 20)
+            tree.credit(tree.insert(Key.of(tokens), range(20)).node, [worth] * 10)
+        found = []
+        while (step := tree.evict_one()) is not None:
+            found.append((step.step, int(step.node.tokens[0])))
+            tree.check()
+        return found
+
+    assert steps(True) == [("thin", 100), ("thin", 200), ("remove", 100), ("remove", 200)]
+    assert steps(False) == [("thin", 100), ("remove", 100), ("thin", 200), ("remove", 200)]

@@ -232,6 +232,7 @@ def test_random_traffic_with_thinning(seed: int) -> None:
         pool_tokens=1200,
         virtual_tokens=4096,
         thinned_for=DUO,
+        thin_first=seed % 2 == 1,
         order=rng.choice(["lru", "importance"]),
         measures=True,
     )

@@ -95,6 +95,7 @@ class Harness:
         order: str = "lru",
         sharing: Sharing | None = None,
         thinned_for: Compressor | None = None,
+        thin_first: bool = False,
         measures: bool = False,
         events: bool = False,
     ):
@@ -121,7 +122,8 @@ class Harness:
         self.measures = measures
         thinner = None
         if thinned_for is not None:
-            thinner = Thinner.of(self.ledger, thinning_plan(geometry, thinned_for))
+            plan = thinning_plan(geometry, thinned_for)
+            thinner = Thinner.of(self.ledger, plan, first=thin_first)
         self.tree = HeadPageRadixCache(
             CacheInitParams(
                 disable=disable_tree,

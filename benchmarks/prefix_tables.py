@@ -1,0 +1,133 @@
+"""The tables of docs/PREFIXES.md: what the prefix tree's order buys and costs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from sglang_kv.benchmarks.records import lines, newest
+
+NOTHING = "(no results recorded yet)"
+#: Orders as they are shown, importance first.
+ORDERS = ("importance", "lru", "lfu", "slru", "cost")
+GATES = ("calibrated gates", "all-one gates", "shuffled gates", "no attention", "recompute cost")
+
+
+def _ratio(value: float, base: float) -> str:
+    return f"{value / base:.2f}x" if base else "-"
+
+
+def _head(*names: str) -> list[str]:
+    return ["| " + " | ".join(names) + " |", "|---" * len(names) + "|"]
+
+
+def orders() -> str:
+    """Hit tokens of each order beside lru's, by workload and memory."""
+    rows = newest("prefix_replay").values()
+    if not rows:
+        return NOTHING
+    table = _head("workload", "memory", "hit rate of lru", *ORDERS, "optimum")
+    for row in rows:
+        hits = row["hit_tokens"]
+        name = f"`{row['workload']}`" + (" (held out)" if row["held_out"] else "")
+        shown = [_ratio(hits[order], hits["lru"]) for order in (*ORDERS, "optimum")]
+        rate = f"{hits['lru'] / row['prompt_tokens']:.1%}"
+        table.append(f"| {name} | {row['memory_tokens']:,} | {rate} | {' | '.join(shown)} |")
+    return "\n".join([*table, "", _where(rows)])
+
+
+def thinning() -> str:
+    """Prefix tokens in memory and hits with thinning, beside whole prefixes."""
+    rows = newest("prefix_replay").values()
+    if not rows:
+        return NOTHING
+    arms = ("thinned", "thinned first")
+    heads = [f"{arm}: {what}" for arm in arms for what in ("in memory", "hits")]
+    table = _head("workload", "memory", *heads)
+    for row in rows:
+        whole, shown = row["duoattention"]["whole"], []
+        for arm in arms:
+            cell = row["duoattention"][arm]
+            shown += [_ratio(cell[key], whole[key]) for key in ("resident_tokens", "hit_tokens")]
+        table.append(f"| `{row['workload']}` | {row['memory_tokens']:,} | {' | '.join(shown)} |")
+    return "\n".join(table)
+
+
+def gates() -> str:
+    """The same attention under other weights, at equal memory."""
+    rows = newest("prefix_gates").values()
+    if not rows:
+        return NOTHING
+    arms = (*GATES, "lru", "lfu", "slru", "optimum")
+    table = _head("workload", "memory", *arms)
+    for row in rows:
+        hits = [f"{row['hit_tokens'][arm]:,}" for arm in arms]
+        table.append(f"| `{row['traffic']}` | {row['memory_tokens']:,} | {' | '.join(hits)} |")
+    first = next(iter(rows))
+    alike = {row["traffic"]: row["gated_and_plain_correlate"] for row in rows}
+    said = ", ".join(f"{name} {value:.2f}" for name, value in alike.items())
+    return "\n".join(
+        [
+            *table,
+            "",
+            f"Hit tokens; {first['model']}, seed {first['seed']}. Page densities with "
+            f"calibrated and all-one gates correlate within a prompt by (mean): {said}. "
+            + _where(rows),
+        ]
+    )
+
+
+def served() -> str:
+    """One server per order, the same requests: hits and time to first token."""
+    rows = newest("prefix_orders").values()
+    if not rows:
+        return NOTHING
+    table = _head("order", "hit tokens", "hit rate", "TTFT, mean", "TTFT, p50", "by the replayer")
+    for row in rows:
+        table.append(
+            f"| `{row['arm']}` | {row['hit_tokens']:,} | {row['hit_rate']:.1%} "
+            f"| {row['ttft_mean_s']:.2f} s | {row['ttft_p50_s']:.2f} s "
+            f"| {row['replayed_hit_tokens']:,} |"
+        )
+    first = next(iter(rows))
+    return "\n".join(
+        [
+            *table,
+            "",
+            f"{first['model']}, {first['requests']} requests of {first['prompt_tokens']:,} prompt "
+            f"tokens, memory for {first['pool_tokens']:,}. {_where(rows)}",
+        ]
+    )
+
+
+def costs() -> str:
+    """What the tree costs by its size, and the window pass beside a prefill."""
+    found = {row["nodes"]: row for row in lines("radix_tree")}
+    passes = lines("window_pass")
+    if not found and not passes:
+        return NOTHING
+    parts: list[str] = []
+    if found:
+        parts = _head("nodes", "match", "insert", "both", "both, worst", "evict a node")
+        for nodes in sorted(found):
+            row = found[nodes]
+            names = ("match_ms", "insert_ms", "match_and_insert_ms", "match_and_insert_worst_ms")
+            shown = [f"{row[name]:.2f} ms" for name in names]
+            parts.append(f"| {nodes:,} | {' | '.join(shown)} | {row['evict_node_ms']:.3f} ms |")
+        prompt = next(iter(found.values()))["prompt_tokens"]
+        parts += ["", f"Prompts of {prompt:,} tokens; medians. {_where(found.values())}"]
+    if passes:
+        row = passes[-1]
+        parts += [
+            "",
+            f"The window pass takes {row['window_ms']:.0f} ms of a prompt of {row['tokens']:,} "
+            f"tokens ({row['queries']} queries, all layers), {row['share_of_prefill']:.2%} of the "
+            f"attention ({row['attention_ms'] / 1e3:.1f} s) and products "
+            f"({row['products_ms'] / 1e3:.1f} s) of its prefill. {_where([row])}",
+        ]
+    return "\n".join(parts)
+
+
+def _where(rows: Iterable[dict[str, Any]]) -> str:
+    env = list(rows)[-1]["environment"]
+    return f"{env['cores']} core(s) of an {env['cpu']}, commit {env['commit']}, {env['date'][:10]}."
