@@ -74,7 +74,7 @@ def run_stream(args: argparse.Namespace, ids: list[int]) -> dict[str, Any]:
     plan = plan_of(policy, geometry_of(args.model), len(ids))
     published = (plan.dense_prefix or 0) // PAGE
     bound = plan.peak_pages(len(ids), args.chunk, published=published)
-    times: list[float] = []
+    done: list[tuple[float, int]] = []  # when, tokens decoded: an event may bring several
     with start(args) as server:
         server.generate(ids[: 2 * args.chunk], policy, max_new_tokens=16)  # warms up
         server.flush()
@@ -84,26 +84,25 @@ def run_stream(args: argparse.Namespace, ids: list[int]) -> dict[str, Any]:
         body = generate_body(ids, policy, max_new_tokens=args.decode, ignore_eos=True)
         report: dict[str, Any] = {}
         for event in server.stream("/generate", body, timeout_s=6 * 3600):
-            times.append(time.perf_counter())
+            done.append((time.perf_counter(), event["meta_info"]["completion_tokens"]))
             report = event["meta_info"].get("kv_compression") or report
-            if len(times) % 1000 == 1:
-                print(f"{len(times):,} tokens decoded", file=sys.stderr)
+            if len(done) % 1000 == 1:
+                print(f"{done[-1][1]:,} tokens decoded", file=sys.stderr)
         watch.done.set()
         watch.join()
-    in_decode = [memory for at, _, memory in watch.samples if at > times[0]]
-    in_prompt = [memory for at, _, memory in watch.samples if begin + 20 < at < times[0]]
-    half = (len(times) - WARM_UP) // 2
-    count = min(BUCKET, half)
-    first = count / (times[WARM_UP + count] - times[WARM_UP])
-    last = count / (times[-1] - times[-1 - count])
+    first_at, decoded = done[0][0], done[-1][1]
+    in_decode = [memory for at, _, memory in watch.samples if at > first_at]
+    in_prompt = [memory for at, _, memory in watch.samples if begin + 20 < at < first_at]
+    count = min(BUCKET, (decoded - WARM_UP) // 2)
+    first, last = speed(done, WARM_UP, WARM_UP + count), speed(done, decoded - count, decoded)
     return {
         "policy": policy,
         "logical_tokens": report["logical_tokens"],
-        "expected_logical_tokens": len(ids) + len(times) - 1,
+        "expected_logical_tokens": len(ids) + args.decode - 1,
         "kept_tokens": report["kept_tokens"],
         "most_head_pages": max(pages for _, pages, _ in watch.samples),
         "bound_head_pages": bound,
-        "prompt_tok_s": round(len(ids) / (times[0] - begin), 1),
+        "prompt_tok_s": round(len(ids) / (first_at - begin), 1),
         "decode_tok_s_first": round(first, 2),
         "decode_tok_s_last": round(last, 2),
         "last_to_first": round(last / first, 4),
@@ -111,6 +110,12 @@ def run_stream(args: argparse.Namespace, ids: list[int]) -> dict[str, Any]:
         "rss_in_prompt_mib": spread(in_prompt),
         "rss_in_decode_mib": spread(in_decode),
     }
+
+
+def speed(done: list[tuple[float, int]], begin: int, end: int) -> float:
+    """Tokens per second from the first event with `begin` tokens to the first with `end`."""
+    (since, a), (until, b) = (next(d for d in done if d[1] >= count) for count in (begin, end))
+    return (b - a) / (until - since)
 
 
 def spread(samples: list[int]) -> dict[str, float]:
