@@ -41,7 +41,6 @@ class Options:
     pressure_floor: float = 0.25  # share of its tokens that a request keeps under pressure
     prefix_sharing: str = "all"  # who may share prefixes
     prefix_thinning: bool = False  # prefixes are thinned before they are emptied
-    prefix_thinning_first: bool = False  # all of them, before any is emptied
     tenant_header: str | None = None  # HTTP header that names the tenant; None: the credential
     #: What proves to the scheduler that a tenant was found by this server's own HTTP process.
     secret: str = field(default="", repr=False, compare=False)
@@ -76,8 +75,6 @@ class Options:
             )
         if self.tenant_header is not None and self.prefix_sharing != "tenant":
             raise PolicyError("--tenant-header needs --prefix-sharing tenant")
-        if self.prefix_thinning_first and not self.prefix_thinning:
-            raise PolicyError("--prefix-thinning-first needs --prefix-thinning")
         if self.method is None:
             if self.prefix_sharing != "all":
                 raise PolicyError("--prefix-sharing needs --kv-compression METHOD")

@@ -42,7 +42,6 @@ ARGUMENTS = {
     "kv_pressure_floor": "pressure_floor",
     "prefix_sharing": "prefix_sharing",
     "prefix_thinning": "prefix_thinning",
-    "prefix_thinning_first": "prefix_thinning_first",
 }
 
 

@@ -94,13 +94,6 @@ def _add_prefix_flags(group: Any) -> None:
         "before its retrieval heads lose anything. What is left serves duoattention requests that "
         f'ask for it, custom_params: {{"{PREFIX_KEY}": "thinned"}}, and no others.',
     )
-    group.add_argument(
-        "--prefix-thinning-first",
-        action="store_true",
-        default=None,
-        help="With --prefix-thinning: thin every prefix before any is lost, not each in its turn. "
-        "More prefixes stay, for requests that ask for thinned ones; others find fewer.",
-    )
 
 
 def _add_model_flags(group: Any) -> None:
@@ -170,7 +163,6 @@ def options_from_flags(args: argparse.Namespace) -> Options:
         ("prefix_sharing", "prefix_sharing"),
         ("tenant_header", "tenant_header"),
         ("prefix_thinning", "prefix_thinning"),
-        ("prefix_thinning_first", "prefix_thinning_first"),
     ):
         if getattr(args, flag) is not None:
             values[name] = getattr(args, flag)

@@ -174,8 +174,7 @@ def _measures(options: Options, geometry: Geometry) -> bool:
 def _thinner(options: Options, ledger: PhysicalLedger) -> Thinner | None:
     if not options.prefix_thinning:
         return None
-    plan = thinning_plan(ledger.geometry, options.default_policy)
-    return Thinner.of(ledger, plan, first=options.prefix_thinning_first)
+    return Thinner.of(ledger, thinning_plan(ledger.geometry, options.default_policy))
 
 
 def _gates(options: Options, model_config: Any) -> HeadGates | None:

@@ -66,31 +66,23 @@ class Thinner:
     Args:
         ledger: the physical ledger, whose page table says what is left of a node.
         plan: of a ``duoattention`` policy; what it needs is what nodes keep.
-        first: every node is thinned before any is emptied.
     """
 
-    def __init__(self, ledger: PhysicalLedger, plan: WindowPlan, *, first: bool = False):
+    def __init__(self, ledger: PhysicalLedger, plan: WindowPlan):
         assert plan.windowed is not None
         self.ledger = ledger
-        self.first = first
         self.window = plan.window
         self.streaming: Mask = plan.windowed
         self.thin = require_need(plan)
 
     @classmethod
-    def of(cls, ledger: PhysicalLedger, plan: Plan, *, first: bool = False) -> Thinner | None:
+    def of(cls, ledger: PhysicalLedger, plan: Plan) -> Thinner | None:
         """None where all heads keep everything."""
-        return cls(ledger, plan, first=first) if isinstance(plan, WindowPlan) else None
+        return cls(ledger, plan) if isinstance(plan, WindowPlan) else None
 
     def plan_thin(self, node: PrefixNode) -> Thin | None:
-        """What to thin ``node`` to; None where nothing would be won.
-
-        A short node that gives up nothing itself keeps those above it whole. If all are to be
-        thinned first, it is thinned for their sake.
-        """
-        size = self.ledger.page_size
-        above = self.first and self.window.first_page(node.end, size) > self.window.sink_pages(size)
-        return self.thin if above or self.given_up(node).any() else None
+        """What to thin ``node`` to; None where nothing would be won."""
+        return self.thin if self.given_up(node).any() else None
 
     def given_up(self, node: PrefixNode) -> Mask:
         """Which of a node's token pages streaming heads give up. ``[pages]``"""

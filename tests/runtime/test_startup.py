@@ -66,10 +66,6 @@ BAD_FLAGS: dict[str, tuple[list[str], str]] = {
         ["--prefix-thinning"],
         "--prefix-thinning needs --kv-compression METHOD",
     ),
-    "thinning first without thinning": (
-        [*ON, "--prefix-thinning-first"],
-        "--prefix-thinning-first needs --prefix-thinning",
-    ),
     "virtual tokens are negative": ([*ON, "--kv-virtual-tokens", "-1"], "virtual-tokens: must not"),
 }
 
@@ -141,7 +137,6 @@ GOOD: dict[str, list[str]] = {
         *("--kv-compression-min-keep", "64", "--kv-compression-override", "server"),
         *("--kv-virtual-tokens", "100000", "--page-size", "32"),
         *("--prefix-sharing", "tenant", "--tenant-header", "X-Tenant", "--prefix-thinning"),
-        "--prefix-thinning-first",
         *("--radix-eviction-policy", "importance"),
     ],
     "preset": [
@@ -211,7 +206,7 @@ def test_help_tells_of_the_flags(starts: dict[str, tuple[int, str]]) -> None:
         assert f"\n  --kv-compression{flag} " in text
     for flag in ("virtual-tokens", "preset", "gates", "pressure", "pressure-floor"):
         assert f"\n  --kv-{flag} " in text
-    for flag in ("prefix-sharing", "tenant-header", "prefix-thinning", "prefix-thinning-first"):
+    for flag in ("prefix-sharing", "tenant-header", "prefix-thinning"):
         assert f"\n  --{flag} " in text
     assert "streamingllm: attention sinks" in " ".join(text.split())
 

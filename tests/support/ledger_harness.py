@@ -95,7 +95,6 @@ class Harness:
         order: str = "lru",
         sharing: Sharing | None = None,
         thinned_for: Compressor | None = None,
-        thin_first: bool = False,
         measures: bool = False,
         events: bool = False,
     ):
@@ -122,8 +121,7 @@ class Harness:
         self.measures = measures
         thinner = None
         if thinned_for is not None:
-            plan = thinning_plan(geometry, thinned_for)
-            thinner = Thinner.of(self.ledger, plan, first=thin_first)
+            thinner = Thinner.of(self.ledger, thinning_plan(geometry, thinned_for))
         self.tree = HeadPageRadixCache(
             CacheInitParams(
                 disable=disable_tree,
