@@ -26,8 +26,8 @@ def table() -> str:
         policy = row["policy"]
         lines += [
             f"| one request, sinks {policy['sinks']}, recent {policy['recent']:,} | "
-            f"{row['tokens']:,} tokens of prompt, then {row['logical_tokens'] - row['tokens']:,} "
-            "more |",
+            f"{row['tokens']:,} tokens of prompt, then "
+            f"{row['logical_tokens'] - row['tokens'] + 1:,} decoded |",
             f"| final logical length | {row['logical_tokens']:,}, expected "
             f"{row['expected_logical_tokens']:,}; {row['kept_tokens']:,} kept |",
             f"| most head pages | {row['most_head_pages']:,}; computed beforehand: at most "
@@ -40,6 +40,13 @@ def table() -> str:
         ]
     for arm, found in arms.items():
         values = found["perplexity"]
+        if "samples" in found:  # too few in a bucket for one of its own
+            count = found["samples"] * len(values)
+            lines.append(
+                f"| perplexity, {arm} | {found['perplexity_of_all']:.1f} over {count} tokens of "
+                f"{found['tokens']:,} |"
+            )
+            continue
         lines.append(
             f"| perplexity, {arm}, {found['tokens']:,} tokens | {values[0]:.1f} in the first "
             f"{found['bucket']:,}, {values[-1]:.1f} in the last, {min(values):.1f} to "
@@ -50,13 +57,12 @@ def table() -> str:
 
 def figure() -> Figure | None:
     """Perplexity against position in the stream, past the trained length."""
-    arms = perplexities()
+    arms = {arm: row for arm, row in perplexities().items() if "samples" not in row}
     if not arms:
         return None
     series = []
     for arm, row in arms.items():
-        # Recomputed windows begin in the second bucket: in the first not all would be full.
-        first = row["bucket"] * (1.5 if "window" in row else 0.5)
+        first = row["bucket"] / 2
         points = tuple(
             (first + i * row["bucket"], value, None, None)
             for i, value in enumerate(row["perplexity"])

@@ -76,6 +76,7 @@ def test_without_lines_nothing_is_claimed(results: Path) -> None:
 def test_a_claim_that_fails_says_so(results: Path) -> None:
     row: dict[str, Any] = {"suite": "perplexity", "arm": "window", "model": "m", "summary": [{}]}
     row["policy"] = {"method": "streamingllm", "sinks": 0, "recent": 1024}
+    (results / "endless_stream.jsonl").unlink()  # where there are its lines, they decide
     for ppl, verdict in ((5158.0, "holds"), (90.0, "in part"), (31.0, "no collapse here")):
         cell = {"ppl": ppl, "full_ppl": 30.0, "ratio": ppl / 30, "length": 8000}
         (results / "quality.jsonl").write_text(json.dumps(row | {"summary": [cell]}) + "\n")
