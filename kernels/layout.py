@@ -59,8 +59,8 @@ def _ask_for_huge_pages(memory: Tensor) -> None:
     """Asks Linux to back memory with 2 MiB pages, for what of it nobody has written yet.
 
     Head pages lie scattered over the pool, so with pages of 4 KiB nearly each one is a miss in the
-    TLB: on a virtual machine with a Zen 3 that halves what a core can read. Only a hint: systems
-    without transparent huge pages do as before.
+    TLB, which a virtual machine pays for twice. Only a hint: systems without transparent huge pages
+    do as before.
     """
     advice = getattr(mmap, "MADV_HUGEPAGE", None)
     begin = -(-memory.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE

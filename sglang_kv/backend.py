@@ -48,7 +48,8 @@ class HeadPageAttnBackend(AttentionBackend):
         self.device = pool.pages.device
         self.kernels = kernels_of(self.device.type)
         self.first_layer = pool.start_layer
-        self.scales = layer_scales(model_runner.model, pool)
+        # As arguments of the ops, so that a step makes no dictionaries of them.
+        self.scales = [s._asdict() for s in layer_scales(model_runner.model, pool)]
         layers = range(pool.start_layer, pool.start_layer + pool.layer_num)
         context = model_runner.model_config.context_len
         positions = min(context, self.ledger.trained_length or context)
@@ -147,8 +148,7 @@ class HeadPageAttnBackend(AttentionBackend):
         heads, dim = layer.tp_k_head_num, layer.head_dim
         if save_kv_cache and k is not None:
             k, v = k.view(-1, heads, dim), v.view(-1, heads, dim)
-            scales = self.scales[index]._asdict()
-            self.kernels.append(k, v, self._indptr, self._streams, index, **scales)
+            self.kernels.append(k, v, self._indptr, self._streams, index, **self.scales[index])
         query = q.view(-1, layer.tp_q_head_num, dim)
         options = layer_options(layer)
         seen_by_sinks = None
@@ -165,7 +165,7 @@ class HeadPageAttnBackend(AttentionBackend):
                 index,
                 self.ledger.folder.scores.values,
                 self._scored.slots,
-                k_scale=self.scales[index].k_scale,
+                k_scale=self.scales[index]["k_scale"],
                 **options,
             )
         return out.view(q.shape[0], -1)
@@ -180,7 +180,7 @@ class HeadPageAttnBackend(AttentionBackend):
         options: dict[str, Any],
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attention of the new tokens in one layer; the lse where tokens are scored."""
-        options = {**options, **self.scales[index]._asdict()}
+        options = {**options, **self.scales[index]}
         options |= {"sink_q": sink_q, "return_lse": self._scored is not None}
         if self._indptr is None:
             done = self.kernels.decode(query, self._streams, index, **options)

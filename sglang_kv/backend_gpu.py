@@ -58,7 +58,7 @@ class DeviceAttnBackend(HeadPageAttnBackend):
         layers = attention_layers(model_runner.model, pool)
         return FlashInferAttention(
             [
-                LayerOptions(*layer_options(layer).values())._replace(**scales._asdict())
+                LayerOptions(*layer_options(layer).values())._replace(**scales)
                 for layer, scales in zip(layers, self.scales, strict=True)
             ],
             num_qo_heads=layers[0].tp_q_head_num,

@@ -39,9 +39,6 @@ def status_of(case: dict[str, object]) -> int:
             print(stop.code, file=sys.stderr)
             return 1
         return stop.code or 0
-    except Exception:
-        traceback.print_exc()
-        return 1
 
 
 def attempt(case: dict[str, object]) -> tuple[int, str]:
@@ -54,6 +51,8 @@ def attempt(case: dict[str, object]) -> tuple[int, str]:
             try:
                 status = status_of(case)
             finally:  # a child never goes on as its parent
+                if sys.exc_info()[0]:
+                    traceback.print_exc()  # as the interpreter would, which `_exit` leaves out
                 sys.stdout.flush()
                 sys.stderr.flush()
                 os._exit(status)
