@@ -45,8 +45,9 @@ def test_a_stopped_calibrations_time_counts_all_pieces(
     calibration.time_calibration(args, ["--seed", "3"])
     ((name, row),) = lines
     assert (name, row["arm"], row["pieces"]) == ("calibration", "trained", 2)
-    assert row["seconds"] > 1.3
-    assert 0.3 < row["cpu_seconds"] < row["seconds"]
+    # The first piece ran into its limit of a second, the second worked for 0.3 s; tenths are kept.
+    assert row["seconds"] >= 1.3
+    assert 0.3 <= row["cpu_seconds"] < row["seconds"]
     assert row["parameters"] == {"samples": 2}
     assert sorted(path.name for path in tmp_path.glob("g.*")) == ["g.begun", "g.json"]
 
