@@ -12,6 +12,13 @@
 namespace sglang_kv {
 
 constexpr int kHeadsAtOnce = 8;  // query heads that share one reading of their keys and values
+constexpr int kBlock = 64;       // keys scored before their values are read
+
+// Narrow vectors take so many instructions per row that the few misses they can wait for are waited
+// for in vain: rows are then read from all pages of a block in turn, and the CPU fetches ahead in
+// each of them by itself. (Zen 3: a quarter to a third faster; one page at a time, its prefetcher
+// starts anew every 2 KiB.)
+constexpr bool kPagesInTurn = !SGLANG_KV_AVX512;
 
 // The query heads of a group, in the form in which rows of T are read.
 struct GroupQueries {
@@ -53,20 +60,30 @@ struct Rows {
   }
 };
 
-// Where up to kKeys consecutive keys of a stream lie.
+// Where up to kBlock consecutive keys of a stream lie, in the order in which they are read.
 template <typename T>
 struct KeyBlock {
-  const T* rows[kKeys + kLanes];
+  const T* rows[kBlock + kLanes];
   int count = 0;
 
   void gather(const Streams& s, const Stream& stream, Range range, std::atomic<bool>& bad_page) {
-    count = s.key_rows(stream, range, rows, bad_page);
+    const T* straight[kBlock];
+    const bool in_turn = kPagesInTurn && range.begin % s.page_size == 0 && s.page_size < kBlock;
+    count = s.key_rows(stream, range, in_turn ? straight : rows, bad_page);
+    if (in_turn) take_in_turn(straight, static_cast<int>(s.page_size));
     pad();
   }
-  // 8-bit rows, into `wide`: [2, kKeys, head_dim].
+  // The first rows of all pages, then the second ones, and so on.
+  void take_in_turn(const T* const* straight, int page_size) {
+    int n = 0;
+    for (int slot = 0; slot < page_size; ++slot) {
+      for (int i = slot; i < count; i += page_size) rows[n++] = straight[i];
+    }
+  }
+  // 8-bit rows, into `wide`: [2, kBlock, head_dim].
   void widen(const Streams& s, float* wide) {
     if (!s.fp8) return;
-    widen_rows(s, rows, count, wide, wide + kKeys * s.head_dim);
+    widen_rows(s, rows, count, wide, wide + kBlock * s.head_dim);
     pad();
   }
   void pad() {

@@ -81,7 +81,7 @@ SGLANG_KV_KERNEL void multiply_keys(const T* const* keys, const GroupQueries& q,
 template <typename T, int kCount>
 SGLANG_KV_INLINE void score_heads(const T* const* keys, const GroupQueries& q, int g,
                                   int64_t head_dim, int n, Rows<T> prefetch,
-                                  float (*scores)[kKeys]) {
+                                  float (*scores)[kBlock]) {
   alignas(64) FloatPart sums[kCount][kLanes];
   multiply_keys<T, kCount>(keys, q, g, head_dim, prefetch, sums);
   for (int h = 0; h < kCount; ++h) store(scores[g + h] + n, reduce_parts(sums[h]));
@@ -91,7 +91,7 @@ SGLANG_KV_INLINE void score_heads(const T* const* keys, const GroupQueries& q, i
 // keys `prefetch`.
 template <typename T, bool kBf16Dot, int kHeads>
 SGLANG_KV_INLINE void score_strip(const T* const* keys, const GroupQueries& q, int64_t head_dim,
-                                  int n, Rows<T> prefetch, float (*scores)[kKeys]) {
+                                  int n, Rows<T> prefetch, float (*scores)[kBlock]) {
   static_assert(!kBf16Dot, "an instruction of 512-bit CPUs");
   constexpr int kWhole = kHeads / kNarrowHeads * kNarrowHeads;
   for (int g = 0; g < kWhole; g += kNarrowHeads) {
@@ -107,7 +107,7 @@ SGLANG_KV_INLINE void score_strip(const T* const* keys, const GroupQueries& q, i
 // way, fetches the values of the block `prefetch`, if any.
 template <typename T, int kCount, bool kHalf>
 SGLANG_KV_KERNEL void weigh_heads(const KeyBlock<T>& block, int64_t v_offset, int64_t d,
-                                  int64_t head_dim, const float (*weights)[kKeys],
+                                  int64_t head_dim, const float (*weights)[kBlock],
                                   const float* decay, float (*acc)[kMaxHeadDim],
                                   const KeyBlock<T>* prefetch) {
   constexpr int kParts = F32x16::kParts;
@@ -139,7 +139,7 @@ SGLANG_KV_KERNEL void weigh_heads(const KeyBlock<T>& block, int64_t v_offset, in
 
 template <typename T, int kHeads, bool kHalf>
 SGLANG_KV_INLINE void weigh_pair(const KeyBlock<T>& block, int64_t v_offset, int64_t d,
-                                 int64_t head_dim, const float (*weights)[kKeys],
+                                 int64_t head_dim, const float (*weights)[kBlock],
                                  const float* decay, float (*acc)[kMaxHeadDim],
                                  const KeyBlock<T>* prefetch) {
   constexpr int kWhole = kHeads / kNarrowHeads * kNarrowHeads;
@@ -157,7 +157,7 @@ SGLANG_KV_INLINE void weigh_pair(const KeyBlock<T>& block, int64_t v_offset, int
 // acc = acc * decay + weights x values for all dimensions.
 template <typename T, int kHeads>
 SGLANG_KV_INLINE void weigh_values(const KeyBlock<T>& block, int64_t v_offset, int64_t head_dim,
-                                   const float (*weights)[kKeys], const float* decay,
+                                   const float (*weights)[kBlock], const float* decay,
                                    float (*acc)[kMaxHeadDim], const KeyBlock<T>* prefetch) {
   int64_t d = 0;
   for (; d + 2 * kLanes <= head_dim; d += 2 * kLanes) {

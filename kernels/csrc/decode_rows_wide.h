@@ -52,7 +52,7 @@ SGLANG_KV_INLINE F32x16 score_keys(const T* const* keys, const GroupQueries& q, 
 // keys `prefetch`.
 template <typename T, bool kBf16Dot, int kHeads>
 SGLANG_KV_INLINE void score_strip(const T* const* keys, const GroupQueries& q, int64_t head_dim,
-                                  int n, Rows<T> prefetch, float (*scores)[kKeys]) {
+                                  int n, Rows<T> prefetch, float (*scores)[kBlock]) {
   prefetch.fetch(0, kLanes);
   for (int g = 0; g < kHeads; ++g) {
     store(scores[g] + n, score_keys<T, kBf16Dot>(keys, q, g, head_dim));
@@ -63,7 +63,7 @@ SGLANG_KV_INLINE void score_strip(const T* const* keys, const GroupQueries& q, i
 // the values of the block `prefetch`, if any.
 template <typename T, int kHeads, int kPairs, bool kHalf>
 SGLANG_KV_KERNEL void weigh_pairs(const KeyBlock<T>& block, int64_t v_offset, int64_t d,
-                                   const float (*weights)[kKeys], const float* decay,
+                                   const float (*weights)[kBlock], const float* decay,
                                    float (*acc)[kMaxHeadDim], const KeyBlock<T>* prefetch,
                                    int64_t head_dim) {
   F32x16 sum[kHeads][2 * kPairs] = {};
@@ -94,7 +94,7 @@ SGLANG_KV_KERNEL void weigh_pairs(const KeyBlock<T>& block, int64_t v_offset, in
 // acc = acc * decay + weights x values for all dimensions.
 template <typename T, int kHeads>
 SGLANG_KV_INLINE void weigh_values(const KeyBlock<T>& block, int64_t v_offset, int64_t head_dim,
-                                   const float (*weights)[kKeys], const float* decay,
+                                   const float (*weights)[kBlock], const float* decay,
                                    float (*acc)[kMaxHeadDim], const KeyBlock<T>* prefetch) {
   // Two pairs of dimensions at a time as long as the accumulators leave registers for the values.
   constexpr int kPairs = kHeads <= 6 ? 2 : 1;

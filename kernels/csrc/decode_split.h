@@ -38,17 +38,17 @@ void attend_split(const AttentionArgs& a, const Streams& s, const DecodeItem& it
                   PartialState* state, std::atomic<bool>& bad_page) {
   const Stream stream = s(item.request, item.kv_head);
   const int64_t dim = s.head_dim;
-  const int64_t v_offset = block_v_offset<T>(s);
+  const int64_t v_offset = block_v_offset<T>(s, kBlock);
   // The next block is fetched where its pages are; 8-bit rows are widened when their turn comes.
   const int64_t next_v_offset = s.kv_stride / static_cast<int64_t>(sizeof(T));
   const int64_t row_size = s.row_size<T>();
   static thread_local Scratch<float> wide_scratch;
-  float* wide = s.fp8 ? wide_scratch.reserve(2 * kKeys * dim) : nullptr;
+  float* wide = s.fp8 ? wide_scratch.reserve(2 * kBlock * dim) : nullptr;
 
   GroupQueries q;
   const bool own_queries = item.are_sinks && a.sink_q.data;
   read_group<T>(own_queries ? a.sink_q : a.q, item.request, head, kHeads, dim, q);
-  alignas(64) float weights[kHeads][kKeys];
+  alignas(64) float weights[kHeads][kBlock];
   alignas(64) float acc[kHeads][kMaxHeadDim] = {};
   F32x16 sums[kHeads] = {};
   float maxima[kHeads], decay[kHeads];
@@ -59,18 +59,18 @@ void attend_split(const AttentionArgs& a, const Streams& s, const DecodeItem& it
   KeyBlock<T>* block = &blocks[0];
   KeyBlock<T>* next = &blocks[1];
   const auto block_at = [&](int64_t begin) -> Range {
-    return {begin, std::min(begin + kKeys, item.tokens.end)};
+    return {begin, std::min(begin + kBlock, item.tokens.end)};
   };
   next->gather(s, stream, block_at(item.tokens.begin), bad_page);
   for (int n = 0; n < next->count; ++n) {
     prefetch_row(next->rows[n], row_size);
     prefetch_row(next->rows[n] + next_v_offset, row_size);
   }
-  for (int64_t begin = item.tokens.begin; begin < item.tokens.end; begin += kKeys) {
+  for (int64_t begin = item.tokens.begin; begin < item.tokens.end; begin += kBlock) {
     std::swap(block, next);
     next->count = 0;
-    if (begin + kKeys < item.tokens.end) {
-      next->gather(s, stream, block_at(begin + kKeys), bad_page);
+    if (begin + kBlock < item.tokens.end) {
+      next->gather(s, stream, block_at(begin + kBlock), bad_page);
     }
     block->widen(s, wide);
 

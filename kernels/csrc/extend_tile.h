@@ -138,7 +138,7 @@ class ExtendTile {
   void pack(const Stream& stream, Range block) {
     const T* rows[kKeys];
     const int count = s_.key_rows(stream, block, rows, bad_page_);
-    const int64_t v_offset = block_v_offset<T>(s_);
+    const int64_t v_offset = block_v_offset<T>(s_, kKeys);
     widen_rows(s_, rows, count, b_.wide, b_.wide + v_offset);
     for (int n = 0; n < count; ++n) {
       for (int64_t d = 0; d < s_.head_dim; d += kLanes) {

@@ -97,11 +97,11 @@ void widen_rows(const Streams& s, const T** rows, int count, float* to, float* v
   }
 }
 
-// How far the value of a row of a block of kKeys lies behind its key, in elements of T: in its page,
-// or where `widen_rows` put both, values behind the keys.
+// How far the value of a row lies behind its key, in elements of T: in its page, or where
+// `widen_rows` put both, values behind the keys of a block of at most `keys`.
 template <typename T>
-int64_t block_v_offset(const Streams& s) {
-  return s.fp8 ? kKeys * s.head_dim : s.kv_stride / static_cast<int64_t>(sizeof(T));
+int64_t block_v_offset(const Streams& s, int keys) {
+  return s.fp8 ? keys * s.head_dim : s.kv_stride / static_cast<int64_t>(sizeof(T));
 }
 
 }  // namespace sglang_kv
