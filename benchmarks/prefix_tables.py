@@ -17,7 +17,7 @@ def _ratio(value: float, base: float) -> str:
     return f"{value / base:.2f}x" if base else "-"
 
 
-def _head(*names: str) -> list[str]:
+def head(*names: str) -> list[str]:
     return ["| " + " | ".join(names) + " |", "|---" * len(names) + "|"]
 
 
@@ -26,7 +26,7 @@ def orders() -> str:
     rows = newest("prefix_replay").values()
     if not rows:
         return NOTHING
-    table = _head("workload", "memory", "hit rate of lru", *ORDERS, "optimum")
+    table = head("workload", "memory", "hit rate of lru", *ORDERS, "optimum")
     for row in rows:
         hits = row["hit_tokens"]
         name = f"`{row['workload']}`" + (" (held out)" if row["held_out"] else "")
@@ -43,7 +43,7 @@ def thinning() -> str:
         return NOTHING
     arms = ("thinned", "thinned first")
     heads = [f"{arm}: {what}" for arm in arms for what in ("in memory", "hits")]
-    table = _head("workload", "memory", *heads)
+    table = head("workload", "memory", *heads)
     for row in rows:
         whole, shown = row["duoattention"]["whole"], []
         for arm in arms:
@@ -59,7 +59,7 @@ def gates() -> str:
     if not rows:
         return NOTHING
     arms = (*GATES, "lru", "lfu", "slru", "optimum")
-    table = _head("workload", "memory", *arms)
+    table = head("workload", "memory", *arms)
     for row in rows:
         hits = [f"{row['hit_tokens'][arm]:,}" for arm in arms]
         table.append(f"| `{row['traffic']}` | {row['memory_tokens']:,} | {' | '.join(hits)} |")
@@ -82,7 +82,7 @@ def served() -> str:
     rows = newest("prefix_orders").values()
     if not rows:
         return NOTHING
-    table = _head("order", "hit tokens", "hit rate", "TTFT, mean", "TTFT, p50", "by the replayer")
+    table = head("order", "hit tokens", "hit rate", "TTFT, mean", "TTFT, p50", "by the replayer")
     for row in rows:
         table.append(
             f"| `{row['arm']}` | {row['hit_tokens']:,} | {row['hit_rate']:.1%} "
@@ -108,7 +108,7 @@ def costs() -> str:
         return NOTHING
     parts: list[str] = []
     if found:
-        parts = _head("nodes", "match", "insert", "both", "both, worst", "evict a node")
+        parts = head("nodes", "match", "insert", "both", "both, worst", "evict a node")
         for nodes in sorted(found):
             row = found[nodes]
             names = ("match_ms", "insert_ms", "match_and_insert_ms", "match_and_insert_worst_ms")

@@ -19,6 +19,7 @@ from typing import Any
 from sglang_kv import cli
 from sglang_kv.benchmarks import (
     beside,
+    calibration_tables,
     choosing,
     claims,
     decode_cost,
@@ -254,6 +255,12 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "kernels-eight": partial(decode_cost.table, batch=8, tokens=32768),
     "kernels-splits": decode_cost.splits_table,
     "kernels-pages": decode_cost.pages_table,
+    "calibration-times": calibration_tables.times,
+    "calibration-needles": partial(calibration_tables.needles, 1),
+    "calibration-five": partial(calibration_tables.needles, 5),
+    "calibration-windows": calibration_tables.windows,
+    "calibration-prefill": calibration_tables.prefill,
+    "calibration-shares": calibration_tables.shares,
     "prefix-orders": prefix_tables.orders,
     "prefix-plot": partial(pictures, FIGURES.name, "prefix-hits-memory"),
     "prefix-thinning": prefix_tables.thinning,
@@ -274,6 +281,10 @@ DOCUMENTS = {
     "docs/PLANNER.md": (
         *("plan-example", "plan-models", "plan-methods"),
         *("plan-outgrow", "plan-attention", "plan-paging"),
+    ),
+    "docs/CALIBRATION.md": (
+        *("calibration-times", "calibration-needles", "calibration-five"),
+        *("calibration-windows", "calibration-prefill", "calibration-shares"),
     ),
     "docs/PREFIXES.md": (
         *("prefix-orders", "prefix-plot", "prefix-thinning"),

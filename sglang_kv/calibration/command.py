@@ -86,7 +86,7 @@ def add_report(parser: argparse.ArgumentParser) -> None:
         "--samples", type=_count, default=14, help="passkeys per length and seed (14)"
     )
     parser.add_argument(
-        "--passkeys", type=_count, default=5, help="in each text, asked for one at a time (5)"
+        "--passkeys", type=_count, default=1, help="in each text, asked for one at a time (1)"
     )
     parser.add_argument("--lengths", type=_count, nargs="+", default=(2048, 4096), help="tokens")
     parser.add_argument("--seeds", type=int, nargs="+", default=(0, 1, 2))
