@@ -40,7 +40,7 @@ class Options:
     pressure: str = "retract"  # who gives way when memory runs out in decode
     pressure_floor: float = 0.25  # share of its tokens that a request keeps under pressure
     prefix_sharing: str = "all"  # who may share prefixes
-    prefix_thinning: bool = False  # prefixes are thinned before they are emptied
+    prefix_thinning: bool = False  # all prefixes are thinned before any is emptied
     tenant_header: str | None = None  # HTTP header that names the tenant; None: the credential
     #: What proves to the scheduler that a tenant was found by this server's own HTTP process.
     secret: str = field(default="", repr=False, compare=False)

@@ -90,9 +90,9 @@ def _add_prefix_flags(group: Any) -> None:
         "--prefix-thinning",
         action="store_true",
         default=None,
-        help="Under pressure, DuoAttention's streaming heads give up the middle of a cached prefix "
-        "before its retrieval heads lose anything. What is left serves duoattention requests that "
-        f'ask for it, custom_params: {{"{PREFIX_KEY}": "thinned"}}, and no others.',
+        help="Under pressure, all cached prefixes lose what DuoAttention's streaming heads would "
+        "not look at before any is lost. What is left serves duoattention requests that ask for "
+        f'it, custom_params: {{"{PREFIX_KEY}": "thinned"}}, and no others.',
     )
 
 

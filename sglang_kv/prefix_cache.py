@@ -78,6 +78,7 @@ class HeadPageRadixCache(IdLedger):
             owner=self.owner,
             order_name=params.eviction_policy.lower(),
             half_life=HALF_LIFE * max(1, tokens),
+            thin_first=thinner is not None,
         )
         if params.enable_metrics:
             self.init_metrics_collector()

@@ -258,6 +258,9 @@ class PhysicalLedger:
             token_pages = self.token_pages(state, first, last)
             heads = self.page_table[token_pages]
             fresh = heads[:, 0, 0] < 0  # the rest came with the matched prefix
+            assert ((heads < 0) == fresh[:, None, None]).all(), (
+                "a dense request matched thinned pages"
+            )
             heads[fresh] = self.take(state, int(fresh.sum()) * self.num_streams).reshape(
                 -1, *heads.shape[1:]
             )

@@ -61,7 +61,7 @@ def require_need(plan: Plan) -> Thin:
 
 
 class Thinner:
-    """Thins nodes to what one plan needs.
+    """Thins nodes to what one plan needs; all of them, before any is emptied.
 
     Args:
         ledger: the physical ledger, whose page table says what is left of a node.
@@ -74,6 +74,8 @@ class Thinner:
         self.window = plan.window
         self.streaming: Mask = plan.windowed
         self.thin = require_need(plan)
+        #: So many tokens are alike for everybody, and whoever matches them reads all of them.
+        self.alike = plan.match_limit or 0
 
     @classmethod
     def of(cls, ledger: PhysicalLedger, plan: Plan) -> Thinner | None:
@@ -81,16 +83,28 @@ class Thinner:
         return cls(ledger, plan) if isinstance(plan, WindowPlan) else None
 
     def plan_thin(self, node: PrefixNode) -> Thin | None:
-        """What to thin ``node`` to; None where nothing would be won."""
-        return self.thin if self.given_up(node).any() else None
+        """What to thin ``node`` to; None where nothing above its end would be won.
+
+        A short node that gives up nothing itself is thinned for the sake of those above it, which
+        can only be thinned after it.
+        """
+        return self.thin if self._given_up(node.end) else None
 
     def given_up(self, node: PrefixNode) -> Mask:
         """Which of a node's token pages streaming heads give up. ``[pages]``"""
-        size = self.ledger.page_size
+        size, gone = self.ledger.page_size, self._given_up(node.end)
         pages = np.arange(node.start // size, node.end // size)
-        first = self.window.first_page(node.end, size)
-        mask: Mask = (pages >= self.window.sink_pages(size)) & (pages < first)
+        mask: Mask = (pages >= gone.start) & (pages < gone.stop)
         return mask
+
+    def _given_up(self, end: int) -> range:
+        """Token pages that streaming heads give up on the path to a node that ends at ``end``."""
+        sinks = self.window.sink_pages(self.ledger.page_size)
+        if end <= self.alike:
+            # A request that matches no more than this reads it as full attention does, all of it,
+            # though the window of a query at ``end`` may be past a token already.
+            return range(sinks, sinks)
+        return range(sinks, self.window.first_page(end, self.ledger.page_size))
 
     def resume(self, state: RequestState) -> None:
         """A request that took more of a prefix than its own KV would equal begins with what it
@@ -104,6 +118,7 @@ class Thinner:
         gone = max(0, plan.window.first_page(end, size) - sinks)
         heads = ledger.page_table[ledger.token_pages(state, 0, pages)].transpose(1, 2, 0)
         ledger.streams.fit(pages)
+        ledger.streams.touch(state.slot, 0, pages)
         table = ledger.streams.table[state.slot]
         table[:, :, :pages] = heads
         table[plan.windowed, sinks : pages - gone] = heads[plan.windowed, sinks + gone :]

@@ -157,11 +157,11 @@ class Oracle(Owner[list[int]]):
 class TreeMachine(RuleBasedStateMachine):
     """Two dense namespaces whose joined parts are equal, and two policies'."""
 
-    @initialize(order=st.sampled_from(ORDERS), thins=st.booleans())
-    def start(self, order: str, thins: bool) -> None:
+    @initialize(order=st.sampled_from(ORDERS), thins=st.booleans(), thin_first=st.booleans())
+    def start(self, order: str, thins: bool, thin_first: bool) -> None:
         self.oracle = Oracle(thins)
         self.tree: RadixTree[list[int]] = RadixTree(
-            PAGE, owner=self.oracle, order_name=order, half_life=20.0
+            PAGE, owner=self.oracle, order_name=order, half_life=20.0, thin_first=thin_first
         )
         self.held: list[tuple[Node[list[int]], bool]] = []
         self.running: list[tuple[Namespace, list[int], list[int]]] = []

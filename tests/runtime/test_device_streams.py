@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +10,8 @@ import torch
 
 pytest.importorskip("sglang")
 
-from ledger_harness import Harness, Req
+from ledger_harness import Req
+from mirrored_harness import Mirrored
 from policies import all_variants, label
 
 from sglang_kv import runtime
@@ -24,28 +24,6 @@ from sglang_kv.kernels.layout import KV_LEN, PagedStreams, allocate_pages
 from sglang_kv.streams import StreamTable
 
 CPU = torch.device("cpu")
-
-
-class Mirrored(Harness):
-    """Each forward reads the copy, as a GPU would: it has to hold what the ledger says."""
-
-    def __init__(self, **options: Any):
-        super().__init__(**options)
-        self.mirror = DeviceStreams(self.ledger.streams, CPU)
-
-    def _forward(self, req: Req, start: int, target: int) -> None:
-        states = [r.sglang_kv for r in self.running]
-        slots = np.array([s.slot for s in states], dtype=np.int32)
-        self.mirror.sync(slots)
-        for state in states:
-            assert (
-                self.mirror.desc[state.slot].numpy() == self.ledger.streams.desc[state.slot]
-            ).all()
-            table = self.ledger.streams.table[state.slot]
-            live = np.arange(table.shape[2]) < state.counts[..., None]
-            copied = self.mirror.table[state.slot].numpy()[..., : table.shape[2]]
-            assert (copied[live] == table[live]).all(), state.policy
-        super()._forward(req, start, target)
 
 
 @pytest.mark.parametrize("policy", all_variants()[::3], ids=label)
@@ -66,6 +44,23 @@ def test_the_copy_follows_the_ledger(policy: Compressor) -> None:
     h.admit(again)
     h.extend(again, 200)
     h.decode(again, 1)
+
+
+def test_the_copy_follows_a_request_that_goes_on_from_a_thinned_prefix() -> None:
+    """In a slot that another request has left, and with other pages than that one had."""
+    policy = parse_policy({"method": "duoattention", "sinks": 3, "recent": 10, "sparsity": 0.5})
+    none, ids = parse_policy("none"), list(range(160))
+    h = Mirrored(pool_tokens=4096, thinned_for=policy)
+    for req in (Req(ids, none), Req(list(range(500, 700)), none), Req([*ids, 1], policy)):
+        req.thinned = req.policy is policy
+        h.admit(req)
+        h.extend(req, 200)
+        h.checkpoint(req)
+        h.decode(req, 5)
+        h.release(req, publish=req.policy is none)
+        if not req.thinned:
+            h.tree.evict_pages(h.ledger.pool.num_free + 1)
+    assert req.sglang_kv.report()["thinned_prefix_tokens"] == 160  # type: ignore[index]
 
 
 def test_only_what_changed_is_copied() -> None:

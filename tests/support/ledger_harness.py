@@ -9,6 +9,7 @@ or mapped wrongly shows as a wrong digest, not as a wrong logit.
 from __future__ import annotations
 
 from array import array
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -322,16 +323,17 @@ class Harness:
         state = req.sglang_kv
         desc = self.ledger.streams.desc[state.slot][stream]
         pages = self.ledger.streams.table[state.slot][stream]
-        mask = visible_mask(queries, torch.from_numpy(desc), self.page_size)
+        mask = visible_mask(queries, torch.from_numpy(desc), self.page_size).numpy()
         for query in range(queries):
             t = req.extend_end - queries + query
-            seen = [positions[i] for i in torch.nonzero(mask[query]).flatten().tolist()]
+            seen = [positions[i] for i in np.flatnonzero(mask[query])]
             expected = paper_visible(state, stream, t)
             if expected is None:  # scores say, or the cut of the prompt does
                 continue
             assert seen == expected, f"query {t} of {state.policy} sees {seen}"
+        read = mask.any(0).tolist()
         for index, position in enumerate(positions):
-            if mask[:, index].any():
+            if read[index]:
                 slot = (pages[index // self.page_size], index % self.page_size)
                 want = self._digest(req, position) + sum(stream)
                 assert self.memory[slot] == want, f"position {position} was overwritten"
@@ -376,10 +378,14 @@ def paper_visible(state: RequestState, stream: tuple[int, int], t: int) -> list[
     whole = not isinstance(plan, WindowPlan) or t < (plan.fold_at or 0)
     if whole or (plan.windowed is not None and not plan.windowed[stream]):  # type: ignore[union-attr]
         return list(range(t + 1))
-    sinks, recent = policy.parameters["sinks"], policy.parameters["recent"]
+    return [*_evicted_loop(policy.parameters["sinks"], policy.parameters["recent"], t), t]
+
+
+@cache
+def _evicted_loop(sinks: int, recent: int, t: int) -> tuple[int, ...]:
     kept: list[int] = []
     for position in range(t):
         kept.append(position)
         if len(kept) > sinks + recent:
             kept = kept[:sinks] + kept[len(kept) - recent :]
-    return [*kept, t]
+    return tuple(kept)
