@@ -12,13 +12,21 @@
 namespace sglang_kv {
 
 constexpr int kHeadsAtOnce = 8;  // query heads that share one reading of their keys and values
-constexpr int kBlock = 64;       // keys scored before their values are read
 
-// Narrow vectors take so many instructions per row that the few misses they can wait for are waited
-// for in vain: rows are then read from all pages of a block in turn, and the CPU fetches ahead in
-// each of them by itself. (Zen 3: a quarter to a third faster; one page at a time, its prefetcher
-// starts anew every 2 KiB.)
-constexpr bool kPagesInTurn = !SGLANG_KV_AVX512;
+#if SGLANG_KV_AVX512
+constexpr int kBlock = 64;  // keys scored before their values are read
+// A row is fetched while the one of the block before it is read.
+constexpr int kAhead = 2 * kBlock;
+constexpr bool kPagesInTurn = false;
+#else
+// Narrow vectors take so many instructions per row that few misses are under way at a time. So rows
+// are read from all pages of a block in turn: the CPU's own prefetcher then follows as many streams,
+// and has to find the start of each half as often. (Zen 3, pages of 16 in random order: half as fast
+// again as a page at a time.)
+constexpr int kBlock = 128;
+constexpr int kAhead = 16;
+constexpr bool kPagesInTurn = true;
+#endif
 
 // The query heads of a group, in the form in which rows of T are read.
 struct GroupQueries {
@@ -44,26 +52,10 @@ void read_group(const Queries& from, int64_t row, int64_t head, int heads, int64
   }
 }
 
-// Keys that will be read soon; with their values, where `v_offset` says how far behind those lie.
-template <typename T>
-struct Rows {
-  const T* const* rows = nullptr;
-  int count = 0;
-  int64_t size = 0;  // of a row in its page, in elements of T
-  int64_t v_offset = 0;
-
-  SGLANG_KV_INLINE void fetch(int begin, int many) const {
-    for (int i = begin; i < std::min(begin + many, count); ++i) {
-      prefetch_row(rows[i], size);
-      if (v_offset) prefetch_row(rows[i] + v_offset, size);
-    }
-  }
-};
-
 // Where up to kBlock consecutive keys of a stream lie, in the order in which they are read.
 template <typename T>
 struct KeyBlock {
-  const T* rows[kBlock + kLanes];
+  const T* rows[kBlock];
   int count = 0;
 
   void gather(const Streams& s, const Stream& stream, Range range, std::atomic<bool>& bad_page) {
@@ -82,7 +74,6 @@ struct KeyBlock {
   }
   // 8-bit rows, into `wide`: [2, kBlock, head_dim].
   void widen(const Streams& s, float* wide) {
-    if (!s.fp8) return;
     widen_rows(s, rows, count, wide, wide + kBlock * s.head_dim);
     pad();
   }
@@ -90,6 +81,41 @@ struct KeyBlock {
     // Scoring goes by sixteen: repeat a row that is certainly there, and mask its score.
     for (int i = count; i % kLanes; ++i) rows[i] = rows[count - 1];
   }
+  // Starts reading the keys and values of `many` rows that are not to be read where they lie.
+  void fetch(int begin, int many, int64_t row_size, int64_t v_offset) const {
+    for (int i = begin; i < std::min(begin + many, count); ++i) {
+      prefetch_row(rows[i], row_size);
+      prefetch_row(rows[i] + v_offset, row_size);
+    }
+  }
+};
+
+// Rows in the order in which they are read: the keys of a block, its values, the next block's keys
+// and values.
+template <typename T>
+class ReadingOrder {
+ public:
+  void set(const KeyBlock<T>& block, const KeyBlock<T>& next, int64_t v_offset) {
+    const T** to = append(block, v_offset, kBlock, rows_);
+    to = append(next, v_offset, kAhead, to);
+    const T** end = rows_ + 2 * block.count + kAhead + kLanes;
+    if (to < end) std::fill(to, end, block.rows[0]);
+  }
+  // What to fetch when the n-th row is read, and those after it.
+  const T* const* soon(int n) const { return rows_ + n + kAhead; }
+
+ private:
+  // At most `most` keys, then as many values. Returns where it ended.
+  static const T** append(const KeyBlock<T>& block, int64_t v_offset, int most, const T** to) {
+    const int count = std::min(block.count, most);
+    for (int i = 0; i < count; ++i) {
+      to[i] = block.rows[i];
+      to[count + i] = block.rows[i] + v_offset;
+    }
+    return to + 2 * count;
+  }
+
+  const T* rows_[4 * kBlock + kAhead + kLanes];
 };
 
 }  // namespace sglang_kv

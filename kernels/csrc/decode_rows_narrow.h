@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <type_traits>
 
 #include "decode_group.h"
 
@@ -47,26 +48,35 @@ SGLANG_KV_INLINE void multiply_pair(const T* key, const GroupQueries& q, int g, 
   }
 }
 
+// Thirty-two elements that will be read soon: into L1, as they are next but sixteen.
+template <typename T>
+SGLANG_KV_INLINE void prefetch_pair(const T* p) {
+  const char* from = reinterpret_cast<const char*>(p);
+#pragma GCC unroll 2
+  for (size_t i = 0; i < 2 * kLanes * sizeof(T); i += 64) __builtin_prefetch(from + i, 0, 3);
+}
+
 // Lane sums of sixteen keys for kCount query heads from the g-th on: sums[head][key]. On the way,
-// fetches the keys `prefetch`.
-template <typename T, int kCount>
+// fetches the sixteen rows `soon`, if any.
+template <typename T, int kCount, bool kFetch>
 SGLANG_KV_KERNEL void multiply_keys(const T* const* keys, const GroupQueries& q, int g,
-                                    int64_t head_dim, Rows<T> prefetch,
+                                    int64_t head_dim, const T* const* soon,
                                     FloatPart (*sums)[kLanes]) {
   for (int n = 0; n < kLanes; n += kNarrowKeys) {
-    prefetch.fetch(n, kNarrowKeys);
     const T* const rows[kNarrowKeys] = {keys[n], keys[n + 1], keys[n + 2], keys[n + 3]};
     FloatPart acc[kNarrowKeys][kCount] = {};
     int64_t d = 0;
     for (; d + 2 * kLanes <= head_dim; d += 2 * kLanes) {
 #pragma GCC unroll 4
       for (int i = 0; i < kNarrowKeys; ++i) {
+        if (kFetch) prefetch_pair(soon[n + i] + d);
         multiply_pair<T, kCount, false>(rows[i], q, g, d, acc[i]);
       }
     }
     if (d < head_dim) {
 #pragma GCC unroll 4
       for (int i = 0; i < kNarrowKeys; ++i) {
+        if (kFetch) prefetch_pair(soon[n + i] + d);
         multiply_pair<T, kCount, true>(rows[i], q, g, d, acc[i]);
       }
     }
@@ -80,49 +90,61 @@ SGLANG_KV_KERNEL void multiply_keys(const T* const* keys, const GroupQueries& q,
 
 template <typename T, int kCount>
 SGLANG_KV_INLINE void score_heads(const T* const* keys, const GroupQueries& q, int g,
-                                  int64_t head_dim, int n, Rows<T> prefetch,
+                                  int64_t head_dim, int n, const T* const* soon,
                                   float (*scores)[kBlock]) {
   alignas(64) FloatPart sums[kCount][kLanes];
-  multiply_keys<T, kCount>(keys, q, g, head_dim, prefetch, sums);
+  if (soon) {
+    multiply_keys<T, kCount, true>(keys, q, g, head_dim, soon, sums);
+  } else {
+    multiply_keys<T, kCount, false>(keys, q, g, head_dim, soon, sums);
+  }
   for (int h = 0; h < kCount; ++h) store(scores[g + h] + n, reduce_parts(sums[h]));
 }
 
 // Scores of sixteen keys from the n-th of a block on, for each query head. On the way, fetches the
-// keys `prefetch`.
+// sixteen rows `soon`, if any.
 template <typename T, bool kBf16Dot, int kHeads>
 SGLANG_KV_INLINE void score_strip(const T* const* keys, const GroupQueries& q, int64_t head_dim,
-                                  int n, Rows<T> prefetch, float (*scores)[kBlock]) {
+                                  int n, const T* const* soon, float (*scores)[kBlock]) {
   static_assert(!kBf16Dot, "an instruction of 512-bit CPUs");
   constexpr int kWhole = kHeads / kNarrowHeads * kNarrowHeads;
   for (int g = 0; g < kWhole; g += kNarrowHeads) {
-    score_heads<T, kNarrowHeads>(keys, q, g, head_dim, n, g == 0 ? prefetch : Rows<T>{}, scores);
+    score_heads<T, kNarrowHeads>(keys, q, g, head_dim, n, g == 0 ? soon : nullptr, scores);
   }
   if constexpr (kWhole < kHeads) {
-    score_heads<T, kHeads - kWhole>(keys, q, kWhole, head_dim, n,
-                                    kWhole == 0 ? prefetch : Rows<T>{}, scores);
+    score_heads<T, kHeads - kWhole>(keys, q, kWhole, head_dim, n, kWhole == 0 ? soon : nullptr,
+                                    scores);
   }
 }
 
-// acc = acc * decay + weights x values for 32 dimensions from d on and kCount query heads. On the
-// way, fetches the values of the block `prefetch`, if any.
-template <typename T, int kCount, bool kHalf>
-SGLANG_KV_KERNEL void weigh_heads(const KeyBlock<T>& block, int64_t v_offset, int64_t d,
-                                  int64_t head_dim, const float (*weights)[kBlock],
-                                  const float* decay, float (*acc)[kMaxHeadDim],
-                                  const KeyBlock<T>* prefetch) {
+// acc = acc * decay + weights x values for 32 dimensions from d on of `count` keys, the first-th of
+// their block and those after it, and kCount query heads. On the way, fetches as much of the rows
+// `soon`, if any.
+template <typename T, int kCount, bool kHalf, bool kFetch>
+SGLANG_KV_KERNEL void weigh_heads(const T* const* rows, int count, int64_t v_offset, int64_t d,
+                                  int first, const float (*weights)[kBlock], const float* decay,
+                                  float (*acc)[kMaxHeadDim], const T* const* soon) {
   constexpr int kParts = F32x16::kParts;
-  FloatPart sum[kCount][2 * kParts] = {};
-  for (int n = 0; n < block.count; ++n) {
-    if (prefetch && n < prefetch->count) prefetch_row(prefetch->rows[n] + v_offset, head_dim);
-    const T* value = block.rows[n] + v_offset + d;
+  const int64_t offset = v_offset + d;
+  FloatPart sum[kCount][2 * kParts];
+#pragma GCC unroll 3
+  for (int h = 0; h < kCount; ++h) {
+#pragma GCC unroll 8
+    for (int p = 0; p < 2 * kParts; ++p) {
+      sum[h][p] = load_part(acc[h] + d + p * kNativeLanes) * decay[h];
+    }
+  }
+  for (int n = 0; n < count; ++n) {
+    if (kFetch) prefetch_pair(soon[n] + d);
+    const T* value = rows[n] + offset;
 #pragma GCC unroll 4
     for (int p = 0; p < kParts; ++p) {
       FloatPart a, b;
       load_some<T, kHalf>(value, p, a, b);
 #pragma GCC unroll 3
       for (int h = 0; h < kCount; ++h) {
-        sum[h][p] += weights[h][n] * a;
-        sum[h][kParts + p] += weights[h][n] * b;
+        sum[h][p] += weights[h][first + n] * a;
+        sum[h][kParts + p] += weights[h][first + n] * b;
       }
       forget_reads();
     }
@@ -130,41 +152,52 @@ SGLANG_KV_KERNEL void weigh_heads(const KeyBlock<T>& block, int64_t v_offset, in
 #pragma GCC unroll 3
   for (int h = 0; h < kCount; ++h) {
 #pragma GCC unroll 8
-    for (int p = 0; p < 2 * kParts; ++p) {
-      float* at = acc[h] + d + p * kNativeLanes;
-      store_part(at, load_part(at) * decay[h] + sum[h][p]);
-    }
+    for (int p = 0; p < 2 * kParts; ++p) store_part(acc[h] + d + p * kNativeLanes, sum[h][p]);
   }
 }
 
 template <typename T, int kHeads, bool kHalf>
-SGLANG_KV_INLINE void weigh_pair(const KeyBlock<T>& block, int64_t v_offset, int64_t d,
-                                 int64_t head_dim, const float (*weights)[kBlock],
-                                 const float* decay, float (*acc)[kMaxHeadDim],
-                                 const KeyBlock<T>* prefetch) {
+SGLANG_KV_INLINE void weigh_pair(const T* const* rows, int count, int64_t v_offset, int64_t d,
+                                 int first, const float (*weights)[kBlock], const float* decay,
+                                 float (*acc)[kMaxHeadDim], const T* const* soon) {
   constexpr int kWhole = kHeads / kNarrowHeads * kNarrowHeads;
-  for (int g = 0; g < kWhole; g += kNarrowHeads) {
-    weigh_heads<T, kNarrowHeads, kHalf>(block, v_offset, d, head_dim, weights + g, decay + g,
-                                        acc + g, g + d == 0 ? prefetch : nullptr);
-  }
-  if constexpr (kWhole < kHeads) {
-    weigh_heads<T, kHeads - kWhole, kHalf>(block, v_offset, d, head_dim, weights + kWhole,
-                                           decay + kWhole, acc + kWhole,
-                                           kWhole + d == 0 ? prefetch : nullptr);
+  constexpr int kRest = kHeads - kWhole;
+  const auto weigh = [&](auto heads, auto fetch, int g) {
+    weigh_heads<T, decltype(heads)::value, kHalf, decltype(fetch)::value>(
+        rows, count, v_offset, d, first, weights + g, decay + g, acc + g, soon);
+  };
+  using Whole = std::integral_constant<int, kNarrowHeads>;
+  using Rest = std::integral_constant<int, kRest>;
+  if constexpr (kWhole > 0) {
+    soon ? weigh(Whole{}, std::true_type{}, 0) : weigh(Whole{}, std::false_type{}, 0);
+    for (int g = kNarrowHeads; g < kWhole; g += kNarrowHeads) {
+      weigh(Whole{}, std::false_type{}, g);
+    }
+    if constexpr (kRest > 0) weigh(Rest{}, std::false_type{}, kWhole);
+  } else {
+    soon ? weigh(Rest{}, std::true_type{}, 0) : weigh(Rest{}, std::false_type{}, 0);
   }
 }
 
-// acc = acc * decay + weights x values for all dimensions.
+// acc = acc * decay + weights x values for all dimensions, sixteen keys at a time, so that all of a
+// row is read at once. On the way, fetches the rows `soon`, if any.
 template <typename T, int kHeads>
 SGLANG_KV_INLINE void weigh_values(const KeyBlock<T>& block, int64_t v_offset, int64_t head_dim,
                                    const float (*weights)[kBlock], const float* decay,
-                                   float (*acc)[kMaxHeadDim], const KeyBlock<T>* prefetch) {
-  int64_t d = 0;
-  for (; d + 2 * kLanes <= head_dim; d += 2 * kLanes) {
-    weigh_pair<T, kHeads, false>(block, v_offset, d, head_dim, weights, decay, acc, prefetch);
-  }
-  if (d < head_dim) {
-    weigh_pair<T, kHeads, true>(block, v_offset, d, head_dim, weights, decay, acc, prefetch);
+                                   float (*acc)[kMaxHeadDim], const T* const* soon) {
+  float ones[kHeads];
+  std::fill(ones, ones + kHeads, 1.f);
+  for (int n = 0; n < block.count; n += kLanes) {
+    const int count = std::min(kLanes, block.count - n);
+    const T* const* next = soon ? soon + n : nullptr;
+    const float* by = n ? ones : decay;
+    int64_t d = 0;
+    for (; d + 2 * kLanes <= head_dim; d += 2 * kLanes) {
+      weigh_pair<T, kHeads, false>(block.rows + n, count, v_offset, d, n, weights, by, acc, next);
+    }
+    if (d < head_dim) {
+      weigh_pair<T, kHeads, true>(block.rows + n, count, v_offset, d, n, weights, by, acc, next);
+    }
   }
 }
 

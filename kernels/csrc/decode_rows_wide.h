@@ -49,26 +49,26 @@ SGLANG_KV_INLINE F32x16 score_keys(const T* const* keys, const GroupQueries& q, 
 }
 
 // Scores of sixteen keys from the n-th of a block on, for each query head. On the way, fetches the
-// keys `prefetch`.
+// sixteen rows `soon`, if any.
 template <typename T, bool kBf16Dot, int kHeads>
 SGLANG_KV_INLINE void score_strip(const T* const* keys, const GroupQueries& q, int64_t head_dim,
-                                  int n, Rows<T> prefetch, float (*scores)[kBlock]) {
-  prefetch.fetch(0, kLanes);
+                                  int n, const T* const* soon, float (*scores)[kBlock]) {
+  for (int i = 0; soon && i < kLanes; ++i) prefetch_row(soon[i], head_dim);
   for (int g = 0; g < kHeads; ++g) {
     store(scores[g] + n, score_keys<T, kBf16Dot>(keys, q, g, head_dim));
   }
 }
 
 // acc = acc * decay + weights x values, for kPairs x 32 dimensions from d on. On the way, fetches
-// the values of the block `prefetch`, if any.
+// the rows `soon`, if any.
 template <typename T, int kHeads, int kPairs, bool kHalf>
 SGLANG_KV_KERNEL void weigh_pairs(const KeyBlock<T>& block, int64_t v_offset, int64_t d,
                                    const float (*weights)[kBlock], const float* decay,
-                                   float (*acc)[kMaxHeadDim], const KeyBlock<T>* prefetch,
+                                   float (*acc)[kMaxHeadDim], const T* const* soon,
                                    int64_t head_dim) {
   F32x16 sum[kHeads][2 * kPairs] = {};
   for (int n = 0; n < block.count; ++n) {
-    if (prefetch && n < prefetch->count) prefetch_row(prefetch->rows[n] + v_offset, head_dim);
+    if (soon) prefetch_row(soon[n], head_dim);
     F32x16 v[2 * kPairs];
     for (int p = 0; p < kPairs; ++p) {
       const T* from = block.rows[n] + v_offset + d + 2 * kLanes * p;
@@ -91,17 +91,18 @@ SGLANG_KV_KERNEL void weigh_pairs(const KeyBlock<T>& block, int64_t v_offset, in
   }
 }
 
-// acc = acc * decay + weights x values for all dimensions.
+// acc = acc * decay + weights x values for all dimensions. On the way, fetches the rows `soon`, if
+// any.
 template <typename T, int kHeads>
 SGLANG_KV_INLINE void weigh_values(const KeyBlock<T>& block, int64_t v_offset, int64_t head_dim,
                                    const float (*weights)[kBlock], const float* decay,
-                                   float (*acc)[kMaxHeadDim], const KeyBlock<T>* prefetch) {
+                                   float (*acc)[kMaxHeadDim], const T* const* soon) {
   // Two pairs of dimensions at a time as long as the accumulators leave registers for the values.
   constexpr int kPairs = kHeads <= 6 ? 2 : 1;
   int64_t d = 0;
   for (; d + 2 * kLanes * kPairs <= head_dim; d += 2 * kLanes * kPairs) {
     weigh_pairs<T, kHeads, kPairs, false>(block, v_offset, d, weights, decay, acc,
-                                          d == 0 ? prefetch : nullptr, head_dim);
+                                          d == 0 ? soon : nullptr, head_dim);
   }
   if (d + 2 * kLanes <= head_dim) {
     weigh_pairs<T, kHeads, 1, false>(block, v_offset, d, weights, decay, acc, nullptr, head_dim);

@@ -58,26 +58,29 @@ void attend_split(const AttentionArgs& a, const Streams& s, const DecodeItem& it
   KeyBlock<T> blocks[2];
   KeyBlock<T>* block = &blocks[0];
   KeyBlock<T>* next = &blocks[1];
+  ReadingOrder<T> order;
   const auto block_at = [&](int64_t begin) -> Range {
     return {begin, std::min(begin + kBlock, item.tokens.end)};
   };
   next->gather(s, stream, block_at(item.tokens.begin), bad_page);
-  for (int n = 0; n < next->count; ++n) {
-    prefetch_row(next->rows[n], row_size);
-    prefetch_row(next->rows[n] + next_v_offset, row_size);
-  }
+  next->fetch(0, std::min(kAhead, kBlock), row_size, next_v_offset);
   for (int64_t begin = item.tokens.begin; begin < item.tokens.end; begin += kBlock) {
     std::swap(block, next);
     next->count = 0;
     if (begin + kBlock < item.tokens.end) {
       next->gather(s, stream, block_at(begin + kBlock), bad_page);
     }
-    block->widen(s, wide);
+    if (s.fp8) {
+      block->widen(s, wide);
+    } else {
+      order.set(*block, *next, v_offset);
+    }
 
     const int strips = (block->count + kLanes - 1) / kLanes * kLanes;
     for (int n = 0; n < strips; n += kLanes) {
-      const Rows<T> soon = {next->rows + n, next->count - n, row_size, s.fp8 ? next_v_offset : 0};
-      score_strip<T, kBf16Dot, kHeads>(block->rows + n, q, dim, n, soon, weights);
+      if (s.fp8) next->fetch(n, kLanes, row_size, next_v_offset);
+      score_strip<T, kBf16Dot, kHeads>(block->rows + n, q, dim, n, s.fp8 ? nullptr : order.soon(n),
+                                       weights);
     }
     for (int g = 0; g < kHeads; ++g) {
       a.cap(weights[g], strips);
@@ -96,7 +99,8 @@ void attend_split(const AttentionArgs& a, const Streams& s, const DecodeItem& it
       }
     }
 
-    weigh_values<T, kHeads>(*block, v_offset, dim, weights, decay, acc, s.fp8 ? nullptr : next);
+    weigh_values<T, kHeads>(*block, v_offset, dim, weights, decay, acc,
+                            s.fp8 ? nullptr : order.soon(block->count));
   }
 
   for (int g = 0; g < kHeads; ++g) {
