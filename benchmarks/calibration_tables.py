@@ -1,6 +1,6 @@
-"""The tables of docs/CALIBRATION.md: what calibration finds on the demo model, and how long it takes.
+"""The tables of docs/CALIBRATION.md: what calibration finds on the demo model, in which time.
 
-From the lines that ``benchmarks/calibration.py`` records of a ``calibrate-report`` and of timed runs.
+From the lines that ``benchmarks/calibration.py`` records of reports and of timed runs.
 """
 
 from __future__ import annotations
@@ -94,7 +94,8 @@ def shares() -> str:
     at = list(rows[0]["shares"])
     table = head("gates", *(f"at least {float(threshold):g}" for threshold in at))
     for row in rows:
-        table.append(f"| {row['name']} | " + " | ".join(f"{row['shares'][t]:.0%}" for t in at) + " |")
+        cells = " | ".join(f"{row['shares'][threshold]:.0%}" for threshold in at)
+        table.append(f"| {row['name']} | {cells} |")
     pairs = newest("agreement")
     for pair in pairs:
         table += [

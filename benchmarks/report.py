@@ -22,6 +22,7 @@ from sglang_kv.benchmarks import (
     calibration_tables,
     choosing,
     claims,
+    cpu_kernel_tables,
     decode_cost,
     endless_figures,
     plots,
@@ -251,6 +252,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
         plan,
         *("llama-3.1-8b", "--context", "2k,16k,128k", "--device", "h100", "--show", "paging"),
     ),
+    "kernels-cpu": cpu_kernel_tables.bandwidth,
     "kernels-decode": decode_cost.table,
     "kernels-eight": partial(decode_cost.table, batch=8, tokens=32768),
     "kernels-splits": decode_cost.splits_table,
@@ -290,7 +292,9 @@ DOCUMENTS = {
         *("prefix-orders", "prefix-plot", "prefix-thinning"),
         *("prefix-gates", "prefix-served", "prefix-costs"),
     ),
-    "docs/KERNELS.md": ("kernels-decode", "kernels-eight", "kernels-splits", "kernels-pages"),
+    "docs/KERNELS.md": (
+        *("kernels-cpu", "kernels-decode", "kernels-eight", "kernels-splits", "kernels-pages"),
+    ),
 }
 
 

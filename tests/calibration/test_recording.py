@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from sglang_kv.benchmarks import calibration
+from sglang_kv.benchmarks import calibration, calibration_tables
 
 WRITES = """
 import json, pathlib, sys, time
@@ -93,3 +93,29 @@ def test_a_reports_rows_become_lines() -> None:
     assert lines[3]["here"] == 3
     assert lines[-1]["recommended"] == 0.5
     json.dumps(lines)
+
+
+def test_tables_show_the_newest_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    def line(arm: str, found: int, passkeys: int = 1, **more: Any) -> dict[str, Any]:
+        name, _, share = arm.partition(" ")
+        return {
+            "arm": arm,
+            "kind": "needles",
+            "name": name,
+            "sparsity": float(share or 0),
+            "memory": {"2048": 0.5, "4096": 0.3},
+            "by_length": {"2048": [found, 20], "4096": [found, 20]},
+            "by_seed": {"0": [2 * found, 40]},
+            "settings": {"passkeys": passkeys, "prefill": "dense"},
+            **more,
+        }
+
+    recorded = [line("a 0.5", 10), line("full", 20), line("a 0.5", 19), line("a 0.5", 1, 5)]
+    monkeypatch.setattr(calibration_tables, "lines", lambda name: recorded)
+    table = calibration_tables.needles(1).splitlines()
+    assert table[2:] == [
+        "| full | 0% | 0.30 | 20/20 | 20/20 | 40/40 | (40 of 40 tried) |",
+        "| a | 50% | 0.30 | 19/20 | 19/20 | 38/40 | 95.0% |",
+    ]
+    assert "| a | 50% | 0.30 | 1/20 | 1/20 | 2/40 | 5.0% |" in calibration_tables.needles(5)
+    assert calibration_tables.prefill() == calibration_tables.times() == "(no results recorded yet)"
