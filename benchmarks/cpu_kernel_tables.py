@@ -16,8 +16,7 @@ def bandwidth() -> str:
         return NOTHING
     table = head("machine", "kernel and shape", "commit", "K and V read", "plain read", "of it")
     for (machine, arm), rows in found.items():
-        for row in dict.fromkeys((0, len(rows) - 1)):
-            line = rows[row]
+        for line in (rows[0], rows[-1]) if len(rows) > 1 else rows:
             table.append(
                 f"| {machine} | {arm} | {line['environment']['commit']} "
                 f"| {line['kv_gb_s']:.1f} GB/s | {line['read_gb_s']:.1f} GB/s "
