@@ -45,7 +45,21 @@ def needles(passkeys: int) -> str:
             f"| {row['name']} | {row['sparsity']:.0%} | {row['memory']['4096']:.2f} | {shown} "
             f"| {share} |"
         )
-    return "\n".join(table)
+    return "\n".join([*table, *(f"\n{line}" for line in recommended(passkeys))])
+
+
+def recommended(passkeys: int) -> list[str]:
+    """What the reports of such texts recommend: one sentence for each first gates file."""
+    said = []
+    for row in newest("chosen", passkeys=passkeys, prefill="dense"):
+        share = row["recommended"]
+        said.append(
+            f"Recommended for `{row['arm']}`: {share:.0%} of the heads streaming, the highest "
+            "share tried at which 98 % is kept at both lengths."
+            if share
+            else f"No share that was tried keeps 98 % at both lengths with `{row['arm']}`."
+        )
+    return said
 
 
 def windows() -> str:
@@ -54,7 +68,8 @@ def windows() -> str:
     if not any(kinds.values()):
         return NOTHING
     table = head(
-        "passkeys in a text", "streaming heads", "sinks + recent", "memory at 4,096", *LENGTHS
+        *("passkeys in a text", "streaming heads", "sinks + recent", "memory at 4,096"),
+        *(f"{int(n):,} tokens" for n in LENGTHS),
     )
     for passkeys, rows in kinds.items():
         for row in rows:
@@ -96,8 +111,8 @@ def shares() -> str:
     for row in rows:
         cells = " | ".join(f"{row['shares'][threshold]:.0%}" for threshold in at)
         table.append(f"| {row['name']} | {cells} |")
-    pairs = newest("agreement")
-    for pair in pairs:
+    pairs = {frozenset((pair["first"], pair["second"])): pair for pair in newest("agreement")}
+    for pair in pairs.values():
         table += [
             "",
             f"`{pair['first']}` and `{pair['second']}` rank heads alike with a Spearman "

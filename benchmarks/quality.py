@@ -84,7 +84,11 @@ def start_server(args: argparse.Namespace) -> Server:
 def settings(args: argparse.Namespace, suite: str) -> dict[str, Any]:
     """What makes rows comparable: a row is only ever set beside rows of the same settings."""
     names = (*SUITES[suite].settings, "samples", "limit", "dtype")
-    return {name: getattr(args, name) for name in names} | {"text": text_name(args.text)}
+    found = {name: getattr(args, name) for name in names} | {"text": text_name(args.text)}
+    # Pages in the model's own dtype are what a row without it was measured on.
+    if args.kv_cache_dtype not in (None, "auto"):
+        found["kv_cache_dtype"] = args.kv_cache_dtype
+    return found
 
 
 def run(args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -93,11 +97,12 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     rows = []
     with start_server(args) as server:
         info = json.loads(server.get("/server_info"))
-        args.dtype = info["dtype"]
+        args.dtype, args.kv_cache_dtype = info["dtype"], info.get("kv_cache_dtype")
         model = Path(info["model_path"]).name
         chat = Chat.load(args.model or info["tokenizer_path"] or info["model_path"])
         # Answers of other code, weights or arithmetic are not taken for this run's.
-        about = {name: info.get(name) for name in ("model_path", "dtype", "device", "page_size")}
+        names = ("model_path", "dtype", "kv_cache_dtype", "device", "page_size")
+        about = {name: info.get(name) for name in names}
         ask = Asker(server, args.work, about | {"commit": environment()["commit"]})
         for name in args.suite:
             suite = SUITES[name]

@@ -109,6 +109,7 @@ def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     except ValueError as error:
         parser.error(str(error))
     args.prompts_of = None
+    args.kv_cache_dtype = None  # the server's, once there is one
     names = [arm.name for arm in args.arms] + [name for name, _ in args.score_answers]
     if len(set(names)) < len(names):
         parser.error(f"arms need different names ({FULL} is the server's full cache)")

@@ -25,6 +25,7 @@ from sglang_kv.benchmarks import (
     cpu_kernel_tables,
     decode_cost,
     endless_figures,
+    kv_tables,
     plots,
     prefix_tables,
 )
@@ -263,6 +264,8 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "calibration-windows": calibration_tables.windows,
     "calibration-prefill": calibration_tables.prefill,
     "calibration-shares": calibration_tables.shares,
+    "kernels-fp8": kv_tables.quality,
+    "kernels-modules": kv_tables.modules,
     "prefix-orders": prefix_tables.orders,
     "prefix-plot": partial(pictures, FIGURES.name, "prefix-hits-memory"),
     "prefix-thinning": prefix_tables.thinning,
@@ -294,6 +297,7 @@ DOCUMENTS = {
     ),
     "docs/KERNELS.md": (
         *("kernels-cpu", "kernels-decode", "kernels-eight", "kernels-splits", "kernels-pages"),
+        *("kernels-fp8", "kernels-modules"),
     ),
 }
 

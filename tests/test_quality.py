@@ -351,6 +351,8 @@ def test_a_run_from_end_to_end_and_again(
         return {"output_ids": [7, 7, 7], "meta_info": meta}
 
     class Whole(FakeServer):
+        pages = "auto"
+
         def __enter__(self) -> Whole:
             return self
 
@@ -360,7 +362,7 @@ def test_a_run_from_end_to_end_and_again(
         def get(self, path: str) -> str:
             assert path == "/server_info"
             about = {"model_path": str(demo_model), "tokenizer_path": None, "dtype": "bfloat16"}
-            return json.dumps(about)
+            return json.dumps(about | {"kv_cache_dtype": self.pages})
 
     server = Whole(answer)
     monkeypatch.setattr(quality, "start_server", lambda args: server)
@@ -387,6 +389,14 @@ def test_a_run_from_end_to_end_and_again(
     assert capsys.readouterr().out == first
     quality.main(["--report", "--results", str(results)])
     assert capsys.readouterr().out == first
+
+    # Pages of 8 bits: other answers, in rows that are set beside no others.
+    server.pages, asked = "fp8_e4m3", len(server.bodies)
+    quality.main([*flags, "--suite", "perplexity"])
+    assert len(server.bodies) == asked + 2 * 2
+    settings = [json.loads(line)["settings"] for line in results.read_text().splitlines()]
+    assert [s.get("kv_cache_dtype") for s in settings[-2:]] == ["fp8_e4m3"] * 2
+    assert not any("kv_cache_dtype" in s for s in settings[:-2])
 
 
 # Tables
