@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from sglang_kv.calibration import checks
 from sglang_kv.compression.base import PolicyError
 
 #: The demo's story, where this is a checkout; an installed wheel does not bring it.
@@ -51,13 +55,15 @@ def add_calibrate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, required=True, help="the gates file (JSON) to write")
     parser.add_argument("--method", choices=METHODS, default="trained")
     parser.add_argument("--pattern", action="store_true", help="also write MIT's TSV and config")
-    parser.add_argument("--model-id", help="name in the gates file (default: the folder's name)")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--model-id", type=checks.name, help="name in the gates file (default: the folder's name)"
+    )
+    parser.add_argument("--seed", type=checks.seed, default=0)
     parser.add_argument("--restart", action="store_true", help="forget an unfinished run")
-    parser.add_argument("--samples", type=_count, help="texts (default: 12; others: 16)")
+    parser.add_argument("--samples", type=checks.count, help="texts (default: 12; others: 16)")
     parser.add_argument(
         "--lengths",
-        type=_count,
+        type=checks.count,
         nargs=2,
         metavar=("LEAST", "MOST"),
         help="tokens of a text (default: 1024 1152; others: 512 2048)",
@@ -65,10 +71,14 @@ def add_calibrate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sinks", type=int, default=64, help="of streaming heads (default: 64)")
     parser.add_argument("--recent", type=int, default=256, help="of streaming heads (default: 256)")
     training = parser.add_argument_group("for --method trained")
-    training.add_argument("--steps", type=_count, default=40, help="gradient steps (40)")
-    training.add_argument("--learning-rate", type=float, default=0.05, help="the highest (0.05)")
-    training.add_argument("--l1", type=float, default=0.05, help="price of a mean gate of 1 (0.05)")
-    training.add_argument("--passkeys", type=_count, default=10, help="in each text (10)")
+    training.add_argument("--steps", type=checks.count, default=40, help="gradient steps (40)")
+    training.add_argument(
+        "--learning-rate", type=checks.rate, default=0.05, help="the highest (0.05)"
+    )
+    training.add_argument(
+        "--l1", type=checks.amount, default=0.05, help="price of a mean gate of 1 (0.05)"
+    )
+    training.add_argument("--passkeys", type=checks.count, default=10, help="in each text (10)")
     training.add_argument(
         "--no-checkpoint",
         dest="checkpoint",
@@ -83,36 +93,41 @@ def add_report(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("gates", type=Path, nargs="+", help="gates files of that model")
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="where to")
     parser.add_argument(
-        "--samples", type=_count, default=14, help="passkeys per length and seed (14)"
+        "--samples", type=checks.count, default=14, help="passkeys per length and seed (14)"
     )
     parser.add_argument(
-        "--passkeys", type=_count, default=1, help="in each text, asked for one at a time (1)"
+        "--passkeys", type=checks.count, default=1, help="in each text, asked for one at a time (1)"
     )
-    parser.add_argument("--lengths", type=_count, nargs="+", default=(2048, 4096), help="tokens")
-    parser.add_argument("--seeds", type=int, nargs="+", default=(0, 1, 2))
+    parser.add_argument(
+        "--lengths", type=checks.count, nargs="+", default=(2048, 4096), help="tokens"
+    )
+    parser.add_argument("--seeds", type=checks.seed, nargs="+", default=(0, 1, 2))
     parser.add_argument(
         "--sparsity",
-        type=_share,
+        type=checks.share,
         nargs="+",
         default=SPARSITIES,
         help="shares of streaming heads (default: 0.25 0.5 0.75 0.9)",
     )
     parser.add_argument(
         "--control-sparsity",
-        type=_share,
+        type=checks.share,
         nargs="+",
         help="of random and inverted gates (default: as --sparsity)",
     )
     parser.add_argument(
         "--windows",
-        type=_window,
+        type=checks.window,
         nargs="+",
         default=WINDOWS,
         metavar="SINKS+RECENT",
         help="of streaming heads (default: 4+64 16+64 64+256); the last is for all other tables",
     )
     parser.add_argument(
-        "--window-sparsity", type=_share, default=0.5, help="at which windows are compared (0.5)"
+        "--window-sparsity",
+        type=checks.share,
+        default=0.5,
+        help="at which windows are compared (0.5)",
     )
     parser.add_argument(
         "--prefill",
@@ -123,7 +138,7 @@ def add_report(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--minutes",
-        type=float,
+        type=checks.amount,
         help="try needles for so long at most, then report what there is (0: none)",
     )
     parser.add_argument("--no-plots", dest="plots", action="store_false")
@@ -140,11 +155,10 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="auto: bfloat16, but float32 on a CPU without bf16 instructions (default)",
     )
-    parser.add_argument("--threads", type=_count, default=2)
+    parser.add_argument("--threads", type=checks.count, default=2)
 
 
 def _calibrate(args: argparse.Namespace) -> None:
-    _check(args)
     samples, lengths = DEFAULTS[args.method]
     args.samples = args.samples or samples
     args.lengths = tuple(args.lengths or lengths)
@@ -152,48 +166,53 @@ def _calibrate(args: argparse.Namespace) -> None:
         args.error("--lengths: LEAST comes before MOST")
     if args.sinks < 0 or args.recent < 1:
         args.error("--sinks: at least 0; --recent: at least 1")
+    try:
+        _check_model(args)
+        checks.check_lengths(args, args.sinks, args.recent)
+        checks.check_file("--out", args.out)
+    except checks.Refused as error:
+        args.error(str(error))
     from sglang_kv.calibration.run import calibrate, dtype_of
 
     args.dtype = dtype_of(args)
-    try:
+    with _ends("calibrate", "the same command goes on from the last step"):
         calibrate(args)
-    except (PolicyError, ValueError) as error:
-        sys.exit(f"calibrate: {error}")
-    print(args.out)
+        print(args.out)
+        if args.pattern:
+            print(args.out.with_suffix(""), "has MIT's pattern", file=sys.stderr)
 
 
 def _report(args: argparse.Namespace) -> None:
-    _check(args)
+    try:
+        _check_model(args)
+        sinks, recent = (max(window[i] for window in args.windows) for i in (0, 1))
+        checks.check_lengths(args, sinks, recent)
+        checks.check_folder("--out", args.out)
+    except checks.Refused as error:
+        args.error(str(error))
     from sglang_kv.calibration.report import report
     from sglang_kv.calibration.run import dtype_of
 
     args.dtype = dtype_of(args)
-    try:
+    with _ends("calibrate-report", "the same command goes on; --minutes 0 shows what there is"):
         print(report(args))
+
+
+def _check_model(args: argparse.Namespace) -> None:
+    checks.check_model(args.model)
+    checks.check_text(args.text, TEXT)
+
+
+@contextlib.contextmanager
+def _ends(command: str, on: str) -> Iterator[None]:
+    """One line for what is refused on the way, and for a run that is stopped (SIGINT, SIGTERM)."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
     except (PolicyError, ValueError) as error:
-        sys.exit(f"calibrate-report: {error}")
-
-
-def _check(args: argparse.Namespace) -> None:
-    if not (args.model / "config.json").is_file():
-        args.error(f"MODEL: {args.model} is no folder of a model; download it first")
-    if not args.text.is_file():
-        more = "; name any text of a few thousand words" if args.text == TEXT else ""
-        args.error(f"--text: {args.text}: no such file{more}")
-
-
-def _count(text: str) -> int:
-    if (count := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
-    return count
-
-
-def _share(text: str) -> float:
-    if not 0 <= (share := float(text)) <= 1:
-        raise argparse.ArgumentTypeError(f"must be in [0, 1], got {text}")
-    return share
-
-
-def _window(text: str) -> tuple[int, int]:
-    sinks, _, recent = text.partition("+")
-    return int(sinks), _count(recent)
+        sys.exit(f"{command}: {str(error).replace('--kv-gates:', 'GATES:')}")
+    except KeyboardInterrupt:
+        print(f"\n{command}: stopped; {on}", file=sys.stderr)
+        sys.exit(128 + signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -16,12 +16,7 @@ def page(data: Data, plots: list[str]) -> str:
         f"# Retrieval heads of {data['model']}",
         summary(data),
         *(f"![{name.removesuffix('.png')}]({name})" for name in plots),
-        "## Passkeys found",
-        needle_table([data["full"], *data["needles"]], data),
-        needle_note(data),
-        *prefill_section(data),
-        "## Sinks and recent tokens",
-        window_table(data),
+        *(needle_sections(data) if tried(data) else ()),
         "## Retrieval heads by threshold",
         "Share of heads whose gate is at least so high.",
         share_table(data),
@@ -47,11 +42,26 @@ AGREEMENT = (
 )
 
 
+def tried(data: Data) -> int:
+    """Passkeys that the full cache was asked for."""
+    return sum(n for _, n in data["full"]["by_length"].values())
+
+
+def needle_sections(data: Data) -> list[str]:
+    return [
+        "## Passkeys found",
+        needle_table([data["full"], *data["needles"]], data),
+        needle_note(data),
+        *prefill_section(data),
+        "## Sinks and recent tokens",
+        window_table(data),
+    ]
+
+
 def summary(data: Data) -> str:
     main = data["gates"][0]
-    tried = sum(n for _, n in data["full"]["by_length"].values())
     lines = [f"Gates `{main['name']}`, method {main['method']}. Weights and config {data['hash']}."]
-    if not tried:
+    if not tried(data):
         return lines[0] + " No passkeys were tried."
     share = data["recommended"]
     if share is None:
@@ -59,10 +69,10 @@ def summary(data: Data) -> str:
     else:
         row = next(r for r in data["needles"] if r["sparsity"] == share)
         memory = ", ".join(f"{m:.0%} at {n} tokens" for n, m in row["memory"].items())
-        found, tried = (sum(part) for part in zip(*row["by_length"].values(), strict=True))
+        found, of = (sum(part) for part in zip(*row["by_length"].values(), strict=True))
         lines.append(
             f"**Recommended sparsity: {share:g}**, the highest tried that keeps 98 % of the "
-            f"passkeys that the full cache finds, at every length ({found} of {tried} here). "
+            f"passkeys that the full cache finds, at every length ({found} of {of} here). "
             f"Memory, of the full cache's: {memory}."
         )
     return " ".join(lines)

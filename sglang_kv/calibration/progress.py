@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -47,12 +48,17 @@ class Unfinished:
         """The state that was saved last; None: there is none.
 
         Raises:
-            PolicyError: it belongs to another run; the message names the difference.
+            PolicyError: it belongs to another run, whose difference the message names, or is no
+                such state.
         """
         import torch
 
         if not self.path.exists():
             return None
+        if not zipfile.is_zipfile(self.path):  # as torch writes
+            raise PolicyError(
+                f"{self.path} is no state of a calibration; remove it, or give --restart"
+            )
         held = torch.load(self.path, weights_only=True)
         before = held["run"]
         for key in [*self.run, *before]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 import itertools
 import json
 import math
@@ -75,7 +76,7 @@ def load_all(paths: Iterable[Path], model: Path, digest: str) -> dict[str, HeadG
     for path in paths:
         name = path.stem if path.is_file() else path.name
         if name in gates or name in (FULL, RANDOM, INVERTED):
-            raise PolicyError(f"{path}: another name than {name!r}, please: it is taken")
+            raise PolicyError(f"GATES: {path}: another name than {name!r}, please: it is taken")
         gates[name] = load_gates(path)
         require_match(gates[name], config["num_hidden_layers"], heads, digest)
     return gates
@@ -107,6 +108,7 @@ def trials_of(args: argparse.Namespace, digest: str, prefill: str) -> Trials:
     about = {
         "model_hash": digest,
         "text": args.text.name,
+        "text_hash": "sha256:" + hashlib.sha256(args.text.read_bytes()).hexdigest(),
         "beyond": [max(window[i] for window in args.windows) for i in (0, 1)],
         "dtype": args.dtype,
         "passkeys": args.passkeys,

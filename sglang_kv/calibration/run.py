@@ -154,7 +154,13 @@ def dtype_of(args: argparse.Namespace) -> str:
 
 
 def load_model(folder: Path, device: str, dtype: str) -> tuple[Any, Any]:
-    """A causal LM in eval mode, and its tokenizer."""
+    """A causal LM in eval mode, and its tokenizer.
+
+    Raises:
+        ValueError: there is no such device.
+    """
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device: cuda: torch finds no GPU here")
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 

@@ -328,6 +328,10 @@ def _parse_json(text: str, source: str) -> HeadGates:
     held = _json_object(text, source)
     if "gates" not in held:
         raise PolicyError(f"--kv-gates: {source}: no 'gates' in it")
+    if held.get("format", FORMAT) != FORMAT:
+        raise PolicyError(
+            f"--kv-gates: {source}: format {held['format']!r}; this version reads {FORMAT}"
+        )
     strings = {}
     for key in ("model", "method", "model_hash"):
         strings[key] = held.get(key) or ""

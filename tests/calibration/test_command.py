@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from sglang_kv import cli
-from sglang_kv.calibration import run
+from sglang_kv.calibration import checks, run
 from sglang_kv.calibration.attention import UnsupportedModelError, require_supported
 from sglang_kv.calibration.prefix import require_positions
 from sglang_kv.calibration.progress import Unfinished
@@ -115,27 +118,91 @@ def test_the_dtype_is_one_that_the_device_is_fast_with(
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "said"),
     [
-        (["--recent", "900"], "calibrate: a sample of .* tokens has no place for the needle"),
-        (["--lengths", "900", "800"], None),
-        (["--recent", "0"], None),
-        (["--samples", "0"], None),
-        (["--text", "none.txt"], None),
+        (["--recent", "900"], "--lengths: 700 tokens leave no place for a passkey beyond 8 sinks"),
+        (["--lengths", "900", "800"], "--lengths: LEAST"),
+        (["--lengths", "900", "5000"], "--lengths: 5000 tokens are more than this model's 4096"),
+        (["--recent", "0"], "--recent: at least 1"),
+        (["--samples", "0"], "--samples: must be at least 1"),
+        (["--samples", "1e3"], "--samples: invalid count value"),
+        (["--seed", "-1"], "--seed: must be in"),
+        (["--learning-rate", "nan"], "--learning-rate: must be a number"),
+        (["--learning-rate", "0"], "--learning-rate: must be above 0"),
+        (["--l1", "-1"], "--l1: must be a number of at least 0"),
+        (["--passkeys", "1000"], "--passkeys: from 1 to"),
+        (["--model-id", ""], "--model-id: must not be empty"),
+        (["--text", "none.txt"], "--text: none.txt: no such file"),
+        (["--text", "."], "--text: . is a folder"),
+        (["--out", "."], "--out: . is a folder"),
+        (["--out", "/proc/gates.json"], "--out: cannot write into /proc"),
     ],
 )
-def test_what_cannot_be_done_is_said(
+def test_what_cannot_be_done_is_said_at_once(
     common: list[str],
     tmp_path: Path,
     change: list[str],
-    message: str | None,
+    said: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(run, "load_model", lambda *_: pytest.fail("the model was loaded"))
+    with pytest.raises(SystemExit):
+        cli.main(options(common, "training-free", "--out", str(tmp_path / "out.json"), *change))
+    assert said in capsys.readouterr().err.splitlines()[-1]
+    assert not (tmp_path / "out.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [(b"", "is empty"), (b"\xff\xfe\x00", "can't decode"), (b"three short words", None)],
+)
+def test_texts_that_are_none(
+    common: list[str],
+    tmp_path: Path,
+    content: bytes,
+    said: str | None,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    with pytest.raises(SystemExit, match=message):
-        cli.main(options(common, "training-free", "--out", str(tmp_path / "out.json"), *change))
-    if message is None:
-        assert f"{change[0]}: " in capsys.readouterr().err
-    assert not (tmp_path / "out.json").exists()
+    """A short one is a warning."""
+    text = tmp_path / "odd.txt"
+    text.write_bytes(content)
+    if said is None:
+        checks.check_text(text, text)
+        assert f"--text: {text} has 3 words and will be repeated" in capsys.readouterr().err
+        return
+    with pytest.raises(checks.Refused, match=f"--text: {text}.*{said}"):
+        checks.check_text(text, text)
+
+
+def test_no_state_of_a_run(common: list[str], tmp_path: Path) -> None:
+    (tmp_path / "out.json.partial").write_text("junk")
+    with pytest.raises(SystemExit, match=r"out.json.partial is no state .* or give --restart"):
+        cli.main(options(common, "training-free", "--out", str(tmp_path / "out.json")))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_stopped_run_says_how_to_go_on(
+    common: list[str],
+    tmp_path: Path,
+    number: signal.Signals,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    handlers = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(run, "calibrate", lambda args: os.kill(os.getpid(), number))
+    with pytest.raises(SystemExit) as ended:
+        cli.main(options(common, "training-free", "--out", str(tmp_path / "out.json")))
+    assert ended.value.code == 130
+    assert "calibrate: stopped; the same command goes on" in capsys.readouterr().err
+    assert handlers == (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM))
+
+
+def test_no_gpu_is_said(folder: Path) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    with pytest.raises(ValueError, match="--device: cuda: torch finds no GPU"):
+        run.load_model(folder, "cuda", "float32")
 
 
 def test_a_folder_without_a_model_is_named(
@@ -144,6 +211,10 @@ def test_a_folder_without_a_model_is_named(
     with pytest.raises(SystemExit):
         cli.main(["calibrate", str(tmp_path), *common[1:], "--out", str(tmp_path / "out.json")])
     assert "is no folder of a model" in capsys.readouterr().err
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(SystemExit):
+        cli.main(["calibrate", str(tmp_path), *common[1:], "--out", str(tmp_path / "out.json")])
+    assert "holds no weights" in capsys.readouterr().err
 
 
 def test_the_command_line_needs_no_torch(run_python: Callable[..., str]) -> None:

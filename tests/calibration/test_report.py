@@ -299,5 +299,5 @@ def test_another_models_gates_are_refused(
         bad = [str(tmp_path / f"{name}.json")]
         with pytest.raises(SystemExit, match=message):
             cli.main(command(common, bad, tmp_path / "report", "--no-plots"))
-    with pytest.raises(SystemExit, match="another name than 'first'"):
+    with pytest.raises(SystemExit, match=r"GATES: .*another name than 'first'"):
         cli.main(command(common, [files[0], files[0]], tmp_path / "report", "--no-plots"))
