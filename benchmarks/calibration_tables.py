@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sglang_kv.benchmarks.prefix_tables import NOTHING, head
+from sglang_kv.benchmarks.markdown import NOTHING, head
 from sglang_kv.benchmarks.records import Row, lines
 
 LENGTHS = ("2048", "4096")
@@ -113,10 +113,12 @@ def shares() -> str:
         table.append(f"| {row['name']} | {cells} |")
     pairs = {frozenset((pair["first"], pair["second"])): pair for pair in newest("agreement")}
     for pair in pairs.values():
+        both = ", ".join(f"{held:.0%} at {float(s):.0%}" for s, held in pair["overlap"].items())
         table += [
             "",
             f"`{pair['first']}` and `{pair['second']}` rank heads alike with a Spearman "
-            f"correlation of {pair['rank_correlation']:.2f}.",
+            f"correlation of {pair['rank_correlation']:.3f}. Of their retrieval heads they share, "
+            f"by the share of streaming heads, {both}.",
         ]
     return "\n".join(table)
 

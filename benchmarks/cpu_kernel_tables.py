@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sglang_kv.benchmarks.prefix_tables import NOTHING, head
+from sglang_kv.benchmarks.markdown import NOTHING, head
 from sglang_kv.benchmarks.records import Row, lines
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+from sglang_kv.benchmarks.markdown import NOTHING, head
 from sglang_kv.benchmarks.records import Row, lines, newest
-
-NOTHING = "(no results recorded yet)"
 
 
 def quality() -> str:
@@ -15,10 +14,7 @@ def quality() -> str:
         rows.setdefault((row["arm"], dtype), {})[row["suite"]] = row
     if not rows:
         return NOTHING
-    table = [
-        "| arm | pages | perplexity of the last bucket | beside bf16 | needles found |",
-        "|---|---|---|---|---|",
-    ]
+    table = head("arm", "pages", "perplexity of the last bucket", "beside bf16", "needles found")
     arms = dict.fromkeys(arm for arm, _ in rows)
     dtypes = sorted({dtype for _, dtype in rows}, key=lambda d: (d.startswith("fp8"), d))
     for arm, dtype in [(a, d) for a in arms for d in dtypes if (a, d) in rows]:
@@ -48,10 +44,10 @@ def modules() -> str:
     rows = newest("flashinfer_modules").values()
     if not rows:
         return NOTHING
-    table = [
-        "| module | compiles | objects | kernels | most registers | that spill | size | CPU |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
+    table = head(
+        *("module", "compiles", "objects", "kernels"),
+        *("most registers", "that spill", "size", "CPU"),
+    )
     for row in rows:
         start = f"| {short(row['arm'])} |"
         if not row["ok"]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from sglang_kv.benchmarks.markdown import NOTHING, head
 from sglang_kv.benchmarks.records import lines, newest
 
-NOTHING = "(no results recorded yet)"
 #: Orders as they are shown, importance first.
 ORDERS = ("importance", "lru", "lfu", "slru", "cost")
 GATES = ("calibrated gates", "all-one gates", "shuffled gates", "no attention", "recompute cost")
@@ -15,10 +15,6 @@ GATES = ("calibrated gates", "all-one gates", "shuffled gates", "no attention", 
 
 def _ratio(value: float, base: float) -> str:
     return f"{value / base:.2f}x" if base else "-"
-
-
-def head(*names: str) -> list[str]:
-    return ["| " + " | ".join(names) + " |", "|---" * len(names) + "|"]
 
 
 def orders() -> str:
