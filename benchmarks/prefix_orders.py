@@ -1,12 +1,15 @@
 """What does the eviction order of the prefix tree buy, through a server?
 
     python benchmarks/prefix_orders.py --model MODEL [--orders importance lru lfu slru]
+    python benchmarks/prefix_orders.py --model MODEL --orders stock importance \\
+        --traffic tenants agents --pool 40000
 
-The first workload of the replayer, scaled down to the demo model on a CPU: tenants with a system
-prompt each, and documents that are asked about once (`prefix_text.tenants`). One server per order,
-the same requests one after another, the same pool, too small for all system prompts and the
-documents between them. A line per order: prompt tokens that came from the tree, by the answers and
-by the server's metrics, and the time to the first token.
+Workloads of the replayer, scaled down to the demo model on a CPU (`prefix_text`): by default
+tenants with a system prompt each, and documents that are asked about once. One server per order,
+the same requests one after another, the same pool; the default is too small for all system prompts
+and the documents between them. `stock` is SGLang without the plugin, its tree and its attention:
+with memory for all, plain requests hit as much in either tree. A line per order: prompt tokens that
+came from the tree, by the answers and by the server's metrics, and the time to the first token.
 """
 
 from __future__ import annotations
@@ -22,12 +25,13 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from sglang_kv.benchmarks.common import record
-from sglang_kv.benchmarks.prefix_text import Traffic, tenants
+from sglang_kv.benchmarks.prefix_text import TEXTS, Traffic
 from sglang_kv.benchmarks.server import Server, generate_body
 from sglang_kv.radix.replay import replay
 from sglang_kv.radix.trace import Request
 
 PAGE = 16
+STOCK = "stock"
 ORDERS = ("importance", "lru", "lfu", "slru", "cost")
 
 
@@ -48,37 +52,53 @@ def replayed(traffic: Traffic, pool: int, order: str) -> int:
     return replay(trace, pool, order, page_size=PAGE).hit_tokens
 
 
-def measure(traffic: Traffic, order: str, args: argparse.Namespace) -> dict[str, Any]:
+def flags_of(order: str, args: argparse.Namespace) -> list[str]:
     flags = ["--max-total-tokens", str(args.pool), "--page-size", str(PAGE)]
-    flags += ["--radix-eviction-policy", order, "--max-running-requests", "1"]
+    flags += ["--max-running-requests", "1", "--enable-metrics"]
     flags += ["--context-length", str(args.context), "--chunked-prefill-size", str(args.context)]
-    flags += ["--kv-compression", "none", "--enable-metrics"]
-    cached, seconds = [], []
-    with Server(args.model, *flags) as server:
+    if order == STOCK:
+        return [*flags, "--attention-backend", "torch_native"]
+    return [*flags, "--kv-compression", "none", "--radix-eviction-policy", order]
+
+
+def by_metrics(server: Server) -> dict[str, float]:
+    """Hit and evicted tokens that the server itself counted so far."""
+    names = {"hit": "prefix_hit_tokens_total", "evicted": "prefix_evicted_tokens_total"}
+    return {key: server.metric(f"sglang_kv:{name}") for key, name in names.items()}
+
+
+def measure(traffic: Traffic, order: str, args: argparse.Namespace) -> dict[str, Any]:
+    cached, seconds, counted = [], [], dict[str, float]()
+    with Server(args.model, *flags_of(order, args)) as server:
+        if (order == STOCK) == ("impl=HeadPageRadixCache" in server.log):
+            raise RuntimeError(f"{order}: the server runs another tree than it was asked for")
         ask(server, [5] * 64, "warm-up")
         server.flush()
-        counted = server.metric("sglang_kv:prefix_hit_tokens_total")
+        if order != STOCK:
+            counted = by_metrics(server)
         for turn in traffic.turns:
             found, first = ask(server, traffic.prompt(turn), str(turn.namespace.tenant))
             cached.append(found)
             seconds.append(first)
-        time.sleep(args.metrics_every)
-        counted = server.metric("sglang_kv:prefix_hit_tokens_total") - counted
-        evicted = server.metric("sglang_kv:prefix_evicted_tokens_total")
+        if order != STOCK:
+            time.sleep(args.metrics_every)
+            counted = {key: n - counted[key] for key, n in by_metrics(server).items()}
     prompts = [len(traffic.prompt(turn)) for turn in traffic.turns]
     return {
-        "arm": order,
+        "arm": f"{order}, {traffic.name}, {args.pool}",
+        "order": order,
+        "traffic": traffic.name,
         "requests": len(prompts),
         "prompt_tokens": sum(prompts),
         "pool_tokens": args.pool,
         "hit_tokens": sum(cached),
-        "hit_tokens_by_metrics": round(counted),
+        "hit_tokens_by_metrics": round(counted["hit"]) if counted else None,
         "hit_rate": round(sum(cached) / sum(prompts), 4),
-        "evicted_tokens": round(evicted),
+        "evicted_tokens": round(counted["evicted"]) if counted else None,
         "ttft_mean_s": round(statistics.mean(seconds), 3),
         "ttft_p50_s": round(statistics.median(seconds), 3),
         "seconds": round(sum(seconds), 1),
-        "replayed_hit_tokens": replayed(traffic, args.pool, order),
+        "replayed_hit_tokens": None if order == STOCK else replayed(traffic, args.pool, order),
         "model": Path(args.model).name,
         "seed": args.seed,
     }
@@ -89,9 +109,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--model", required=True)
-    parser.add_argument("--orders", nargs="+", choices=ORDERS, default=list(ORDERS[:4]))
-    parser.add_argument("--requests", type=int, default=60)
-    parser.add_argument("--tenants", type=int, default=8)
+    parser.add_argument("--orders", nargs="+", choices=(STOCK, *ORDERS), default=list(ORDERS[:4]))
+    parser.add_argument("--traffic", nargs="+", choices=list(TEXTS), default=["tenants"])
+    parser.add_argument("--requests", type=int, default=60, help="of each traffic")
     parser.add_argument("--pool", type=int, default=3072, help="tokens of KV memory")
     parser.add_argument("--context", type=int, default=2048)
     parser.add_argument("--seed", type=int, default=0)
@@ -104,12 +124,13 @@ def main() -> None:
 
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     encode: Callable[[str], list[int]] = lambda text: tokenizer(text)["input_ids"]  # noqa: E731
-    traffic = tenants(encode, args.seed, requests=args.requests, count=args.tenants)
-    longest = max(len(traffic.prompt(turn)) for turn in traffic.turns)
+    found = [TEXTS[name][0](encode, args.seed, requests=args.requests) for name in args.traffic]
+    longest = max(len(traffic.prompt(turn)) for traffic in found for turn in traffic.turns)
     if longest >= min(args.context, args.pool):
         parser.error(f"--context and --pool must hold the longest prompt, {longest} tokens")
-    for order in args.orders:
-        record("prefix_orders", measure(traffic, order, args), path=args.out)
+    for traffic in found:
+        for order in args.orders:
+            record("prefix_orders", measure(traffic, order, args), path=args.out)
 
 
 if __name__ == "__main__":

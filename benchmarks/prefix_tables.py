@@ -78,22 +78,23 @@ def served() -> str:
     rows = newest("prefix_orders").values()
     if not rows:
         return NOTHING
-    table = head("order", "hit tokens", "hit rate", "TTFT, mean", "TTFT, p50", "by the replayer")
+    columns = ("hit tokens", "hit rate", "TTFT, mean", "TTFT, p50", "by the replayer")
+    table = head("traffic", "memory", "order", *columns)
     for row in rows:
+        replayed = row["replayed_hit_tokens"]
         table.append(
-            f"| `{row['arm']}` | {row['hit_tokens']:,} | {row['hit_rate']:.1%} "
+            f"| `{row['traffic']}` | {row['pool_tokens']:,} | `{row['order']}` "
+            f"| {row['hit_tokens']:,} | {row['hit_rate']:.1%} "
             f"| {row['ttft_mean_s']:.2f} s | {row['ttft_p50_s']:.2f} s "
-            f"| {row['replayed_hit_tokens']:,} |"
+            f"| {'-' if replayed is None else format(replayed, ',')} |"
         )
     first = next(iter(rows))
-    return "\n".join(
-        [
-            *table,
-            "",
-            f"{first['model']}, {first['requests']} requests of {first['prompt_tokens']:,} prompt "
-            f"tokens, memory for {first['pool_tokens']:,}. {_where(rows)}",
-        ]
-    )
+    sizes = {
+        row["traffic"]: f"{row['requests']} requests of {row['prompt_tokens']:,} prompt tokens"
+        for row in rows
+    }
+    said = "; ".join(f"`{name}`: {size}" for name, size in sizes.items())
+    return "\n".join([*table, "", f"{first['model']}. {said}. {_where(rows)}"])
 
 
 def costs() -> str:
