@@ -239,38 +239,52 @@ def decode_costs_the_same() -> tuple[str, str] | None:
 
 def linear_and_flat() -> tuple[str, str] | None:
     """Needs `none` and streamingllm at two contexts or more."""
-    steps: dict[str, dict[int, float]] = {}
-    for row in lines("decode_speed"):
-        method = (row.get("policy") or {"method": row["arm"]})["method"]
-        steps.setdefault(method, {})[row["context"]] = row["step_ms"]
-    ours, window = steps.get("none", {}), steps.get("streamingllm", {})
-    contexts = sorted(set(ours) & set(window))
+    steps = {
+        name: {row["context"]: row["step_ms"] for row in _shapes(name)}
+        for name in ("none", "streamingllm")
+    }
+    contexts = sorted(set(steps["none"]) & set(steps["streamingllm"]))
     if len(contexts) < 2:
         return None
+    row = _shapes("none")[-1]
+    text = "; ".join(
+        f"{name} {', '.join(f'{by[n]:.0f}' for n in contexts)} ms" for name, by in steps.items()
+    )
+    text += f": a step of {row['batch']} requests of {', '.join(f'{n:,}' for n in contexts)} tokens"
     low, high = contexts[0], contexts[-1]
-    grown, flat = ours[high] / ours[low], window[high] / window[low]
-    text = f"a step from {low:,} to {high:,} tokens: none {grown:.2f}x, streamingllm {flat:.2f}x"
-    return text, "holds" if flat < 1.1 < grown else "does not hold"
+    grown, flat = (by[high] / by[low] for by in steps.values())
+    return f"{text}; {row['model']}", "holds" if flat < 1.1 < grown else "does not hold"
 
 
 def whole_pages() -> tuple[str, str] | None:
-    rows = newest("decode_speed")
-    pair = [rows.get(arm) for arm in ("snapkv pages 1/4", "snapkv 1/4")]
-    if None in pair:
+    pages, tokens = _shapes("snapkv by page"), _shapes("snapkv by token")
+    if not pages or not tokens:
         return None
-    pages, tokens = (row["decode_tok_s"] for row in pair if row is not None)
-    text = f"by page {pages:.0f} tok/s, by token {tokens:.0f} (copied together once, at the fold)"
-    return text, "no difference once copied" if abs(pages / tokens - 1) < 0.05 else "differs"
+    by_page, by_token = (rows[-1]["step_ms"] for rows in (pages, tokens))
+    text = (
+        f"snapkv, a quarter of {pages[-1]['context']:,} tokens kept: a step takes {by_page:.1f} ms "
+        f"by whole pages, {by_token:.1f} ms by token, whose rows are copied together once"
+    )
+    alike = abs(by_page / by_token - 1) < 0.05
+    return text, "no difference once copied" if alike else "differs"
 
 
 def page_sizes() -> tuple[str, str] | None:
-    sizes = {row.get("page_size"): row for row in lines("decode_speed")} | {
-        row.get("page_size"): row for row in lines("throughput")
-    }
-    if not {16, 32} <= set(sizes):
+    arms = ("none", "snapkv by token", "snapkv by page")
+    sizes = {size: {row["name"]: row for row in _shapes(*arms, size=size)} for size in (16, 32)}
+    if any(set(found) != set(arms) for found in sizes.values()):
         return None
-    speeds = {size: sizes[size].get("decode_tok_s") for size in (16, 32)}
-    return f"pages of 16: {speeds[16]} tok/s, of 32: {speeds[32]} tok/s", "both served"
+    shown = "; ".join(
+        f"{arm} {sizes[16][arm]['step_ms']:.1f} and {sizes[32][arm]['step_ms']:.1f} ms"
+        for arm in arms
+    )
+    return f"a step with pages of 16 and of 32: {shown}", "both are served"
+
+
+def _shapes(*names: str, size: int = 16) -> list[dict[str, Any]]:
+    """Of the sweep over decode shapes: the newest line of each point of these arms."""
+    rows = newest("decode_shapes", page_size=size).values()
+    return [row for row in rows if row["name"] in names]
 
 
 def method_table() -> tuple[str, str] | None:

@@ -61,8 +61,8 @@ def agreement_against_memory() -> Figure | None:
 def throughput_against_context() -> Figure | None:
     """Decode speed by context, of arms measured at two contexts or more."""
     at: dict[str, dict[int, float]] = {}
-    for row in lines("decode_speed"):
-        at.setdefault(row["arm"], {})[row["context"]] = row["decode_tok_s"]
+    for row in newest("decode_shapes", page_size=16).values():
+        at.setdefault(row["name"], {})[row["context"]] = row["decode_tok_s"]
     series = [
         Series(arm, tuple((n, speeds[n], None, None) for n in sorted(speeds)))
         for arm, speeds in at.items()

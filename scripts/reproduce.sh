@@ -40,13 +40,14 @@ done
 # part SIZE: minutes it may take, and n. Budgets, not measurements: what a part took is printed.
 #   part        quick            headline              full
 table='
-needle       2 n=1/cell       25 n=5/cell           120 n=16/cell
+needle       1 n=1/cell       23 n=5/cell           120 n=16/cell
 ruler        1 n=1/task       15 n=4/task           180 n=25/task
 standins     1 n=1/task       5  n=10/task          60 n=50/task
 fidelity     1 n=1/length     10 n=3/length         60 n=12/length
 perplexity   1 n=1/length     10 n=2/length         40 n=8/length
 speed        1 steps=8        12 steps=48           60 steps=96
-concurrency  1 3-arms         8  all-arms           8  all-arms
+shapes       1 steps=8        5  3-contexts         12 4-contexts
+concurrency  1 3-arms         8  4-arms             90 all-arms
 attention    0 -              1  one-text           1  one-text
 report       0 -              1  -                  1  -
 '
@@ -117,7 +118,12 @@ run() {
             --arm 'streamingllm 0+1024={"method": "streamingllm", "sinks": 0, "recent": 1024}' ;;
         speed) timed decode_speed --context "$(pick 500 4000 4000)" --steps "$(pick 8 48 96)" \
             --batch "$(pick 2 8 8)" ;;
-        concurrency) timed concurrency --context "$(pick 500 4000 4000)" --pool "$(pick 4000 34000 34000)" ;;
+        shapes) "$python" -m sglang_kv.benchmarks.decode_shapes --model "$model" \
+            --contexts "$(pick 250,500 1000,4000,8000 1000,2000,4000,8000)" \
+            --cut "$(pick 500 4000 4000)" --steps "$(pick 8 48 48)" \
+            --out "$(pick "$state" benchmarks/results benchmarks/results)/decode_shapes.jsonl" ;;
+        concurrency) timed concurrency --context "$(pick 500 4000 4000)" --pool "$(pick 4000 34000 34000)" \
+            ${at_once[@]+"${at_once[@]}"} ;;
         attention) [[ $size == quick ]] ||
             "$python" -m sglang_kv.benchmarks.attention_mass --model "$model" ;;
         report) # quick: only print
@@ -129,7 +135,9 @@ timed() { # timed BENCHMARK FLAG...
     "$python" -m "sglang_kv.benchmarks.$1" --model "$model" "${@:2}" \
         ${quick_arms[@]+"${quick_arms[@]}"}
 }
-quick_arms=()
+quick_arms=() at_once=()
+[[ $size != headline ]] ||
+    at_once=(--arms 'none,snapkv 1/4,streamingllm 1/4,duoattention 0.5')
 if [[ $size == quick ]]; then
     quick_arms=(--arms 'none,snapkv 1/4,streamingllm 1/4')
     # These two write where the documents read: what they measured here is too little for that.

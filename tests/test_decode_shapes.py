@@ -1,0 +1,114 @@
+"""The sweep over contexts and pages: what is measured once, and what is said of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang_kv.benchmarks import claims, decode_shapes, figures, records
+
+
+def row(name: str, context: int, page_size: int, step_ms: float) -> dict[str, Any]:
+    arm = f"{name}, {context} tokens, pages of {page_size}"
+    return {
+        **{"arm": arm, "name": name, "context": context, "page_size": page_size, "batch": 4},
+        **{"step_ms": step_ms, "decode_tok_s": 4000 / step_ms, "model": "m"},
+    }
+
+
+@pytest.fixture
+def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    def write(*rows: dict[str, Any]) -> None:
+        text = "".join(json.dumps(each) + "\n" for each in rows)
+        (tmp_path / "decode_shapes.jsonl").write_text(text)
+
+    monkeypatch.setattr(records, "FOLDER", tmp_path)
+    return write
+
+
+def test_no_point_is_measured_twice() -> None:
+    """The page arms share `none` at their context with the sweep over contexts."""
+    first = decode_shapes.points(16, (1000, 4000), 4000)
+    assert list(first) == [
+        *((arm, 4000) for arm in ("none", "snapkv by token", "snapkv by page")),
+        *(("none", 1000), ("streamingllm", 1000), ("streamingllm", 4000)),
+    ]
+    second = decode_shapes.points(32, (1000, 4000), 4000)
+    assert set(second) == {(arm, 4000) for arm in ("none", "snapkv by token", "snapkv by page")}
+    assert second["snapkv by page", 4000]["granularity"] == "page"
+    assert "granularity" not in second["snapkv by token", 4000]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--contexts", "1000,many"], "--contexts: must be whole numbers above 0, got '1000,many'"),
+        (["--contexts", "0"], "--contexts: must be whole numbers above 0, got '0'"),
+        (["--steps", "1"], "--steps: must be at least 2, got 1"),
+        (["--batch", "0"], "--batch: must be at least 1, got 0"),
+    ],
+)
+def test_bad_sizes(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    flags: list[str],
+    message: str,
+) -> None:
+    monkeypatch.setattr("sys.argv", ["decode_shapes", "--model", "none", *flags])
+    with pytest.raises(SystemExit):
+        decode_shapes.main()
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("none", "window", "verdict"),
+    [
+        ((50, 90), (50, 53), "holds"),
+        ((50, 90), (50, 80), "does not hold"),
+        ((50, 51), (50, 50), "does not hold"),
+    ],
+)
+def test_linear_and_flat(
+    record: Any, none: tuple[int, int], window: tuple[int, int], verdict: str
+) -> None:
+    rows = [row("none", n, 16, ms) for n, ms in zip((1000, 8000), none, strict=True)]
+    rows += [row("streamingllm", n, 16, ms) for n, ms in zip((1000, 8000), window, strict=True)]
+    record(*rows[:3])  # one context only of one arm
+    assert claims.linear_and_flat() is None
+    record(row("none", 8000, 16, 9999), *rows)  # the newest line of a point counts
+    found = claims.linear_and_flat()
+    assert found is not None
+    assert found[0].startswith(f"none {none[0]}, {none[1]} ms; streamingllm {window[0]}, ")
+    assert found[1] == verdict
+    drawn = figures.throughput_against_context()
+    assert drawn is not None
+    assert [(s.label, [p[0] for p in s.points]) for s in drawn.series] == [
+        ("none", [1000, 8000]),
+        ("streamingllm", [1000, 8000]),
+    ]
+
+
+def test_pages(record: Any) -> None:
+    names = ("none", "snapkv by token", "snapkv by page")
+    record(*(row(name, 4000, 16, 60.0) for name in names))
+    assert claims.page_sizes() is None  # one size only
+    by_page = claims.whole_pages()
+    assert by_page is not None
+    assert by_page[1] == "no difference once copied"
+    sizes = {16: (70.0, 60.0, 55.0), 32: (71.0, 61.0, 56.0)}
+    record(
+        *(
+            row(name, 4000, size, ms)
+            for size, times in sizes.items()
+            for name, ms in zip(names, times, strict=True)
+        )
+    )
+    found = claims.page_sizes()
+    assert found is not None
+    assert "none 70.0 and 71.0 ms; snapkv by token 60.0 and 61.0 ms" in found[0]
+    by_page = claims.whole_pages()
+    assert by_page is not None
+    assert by_page[1] == "differs"
