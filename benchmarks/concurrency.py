@@ -3,7 +3,8 @@
     python benchmarks/concurrency.py --pool 34000 --context 4000 --new-tokens 64
 
 The same pool in tokens for every arm; the arithmetic, prefill's peak in it, stands beside the
-measurement.
+measurement. --shape-only serves random weights in the model's KV shape (`shape_model`): the same
+pages at a tenth of the time. Arms that go by gates need the model itself.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import argparse
 import random
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -21,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from sglang_kv.benchmarks.common import record
 from sglang_kv.benchmarks.methods import PAGE, arms, geometry_of, plan_of
 from sglang_kv.benchmarks.server import Server
+from sglang_kv.benchmarks.shape_model import write_shape_model
 from sglang_kv.compression import Geometry
 from sglang_kv.planner.memory import plan_pages, requests_at_once
 
@@ -64,15 +67,27 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--chunk", type=int, default=4096)
     parser.add_argument("--arms", help="comma-separated; default: all")
+    parser.add_argument("--shape-only", action="store_true", help="random weights, the same KV")
     args = parser.parse_args()
+    known = arms(args.context)
+    for name in args.arms.split(",") if args.arms else ():
+        if name not in known:
+            parser.error(f"--arms: {name!r} is none of {', '.join(known)}")
+    with tempfile.TemporaryDirectory() as folder:
+        served = str(write_shape_model(args.model, Path(folder))) if args.shape_only else args.model
+        run(served, args)
+
+
+def run(model: str, args: argparse.Namespace) -> None:
+    """All arms on one server; a line each."""
     flags = ["--max-total-tokens", str(args.pool), "--chunked-prefill-size", str(args.chunk)]
     flags += ["--max-running-requests", "128", "--enable-metrics", "--kv-compression", "none"]
-    geometry = geometry_of(args.model)
+    geometry = geometry_of(model)
     chosen = arms(args.context)
     if args.arms:
         chosen = {name: chosen[name] for name in args.arms.split(",")}
     base: int | None = None
-    with Server(args.model, *flags, "--page-size", str(PAGE)) as server:
+    with Server(model, *flags, "--page-size", str(PAGE)) as server:
         for arm, policy in chosen.items():
             expected = predicted(
                 policy, geometry, args.pool, args.context, args.new_tokens, args.chunk
@@ -85,6 +100,8 @@ def main() -> None:
                 {
                     "arm": arm,
                     "policy": policy,
+                    "model": Path(args.model).name,
+                    "shape_only": args.shape_only,
                     "pool_tokens": args.pool,
                     "context": args.context,
                     "new_tokens": args.new_tokens,
