@@ -9,12 +9,12 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-HIDDEN = 64
+HIDDEN = 32  #: per KV head: transformers asks for a multiple
 TOKENIZER = ("tokenizer*", "special_tokens_map.json", "vocab.json", "merges.txt")
 
 
 def write_shape_model(model: str, folder: Path) -> Path:
-    """Random weights (seed 0): as many layers, KV heads, positions and words; a hidden size of 64.
+    """Random weights (seed 0): as many layers, KV heads, positions and words; a small hidden size.
 
     One query head for each KV head.
 
@@ -35,7 +35,7 @@ def write_shape_model(model: str, folder: Path) -> Path:
         config.hidden_size // config.num_attention_heads
     )
     config.num_attention_heads = config.num_key_value_heads
-    config.hidden_size = config.intermediate_size = HIDDEN
+    config.hidden_size = config.intermediate_size = HIDDEN * config.num_key_value_heads
     torch.manual_seed(0)
     LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
     if Path(model).is_dir():
