@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import math
@@ -9,6 +10,7 @@ import platform
 import shutil
 import subprocess
 import time
+from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -41,23 +43,34 @@ def environment() -> dict[str, Any]:
     }
 
 
+class PlainReads:
+    """Sums over 1 GB of int64, a thread per core (numpy frees the lock): what memory gives."""
+
+    BYTES = 2**30
+
+    def __init__(self) -> None:
+        cores = len(_affinity())
+        self._parts = np.array_split(np.ones(self.BYTES // 8, dtype=np.int64), cores)
+        self._threads = ThreadPoolExecutor(cores)
+
+    def seconds(self) -> float:
+        """How long reading all of it takes."""
+        start = time.perf_counter()
+        list(self._threads.map(np.sum, self._parts))
+        return time.perf_counter() - start
+
+    def close(self) -> None:
+        self._threads.shutdown()
+
+
 def read_bandwidth_gb_s(seconds: float = 1.0) -> float:
-    """Sustained memory reads of all cores, in 1e9 bytes/s: the limit a decode step has.
-
-    A sum over 1 GB of int64, split over one thread per core (numpy releases the lock).
-    """
-    from concurrent.futures import ThreadPoolExecutor
-
-    cores = len(_affinity())
-    parts = np.array_split(np.ones(2**27, dtype=np.int64), cores)
-    with ThreadPoolExecutor(cores) as threads:
+    """Sustained memory reads of all cores, in 1e9 bytes/s, at best: the limit a decode step has."""
+    with contextlib.closing(PlainReads()) as reads:
         best = float("inf")
         deadline = time.perf_counter() + seconds
         while time.perf_counter() < deadline or best == float("inf"):
-            start = time.perf_counter()
-            list(threads.map(np.sum, parts))
-            best = min(best, time.perf_counter() - start)
-    return 2**30 / best / 1e9
+            best = min(best, reads.seconds())
+    return PlainReads.BYTES / best / 1e9
 
 
 def wilson(hits: int, n: int, z: float = 1.959964) -> list[float] | None:
