@@ -21,11 +21,13 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from sglang_kv.benchmarks.common import record
-from sglang_kv.benchmarks.methods import PAGE, arms, geometry_of, plan_of
+from sglang_kv.benchmarks.methods import NONE, PAGE, arms, geometry_of, plan_of
 from sglang_kv.benchmarks.server import Server
 from sglang_kv.benchmarks.shape_model import write_shape_model
 from sglang_kv.compression import Geometry
 from sglang_kv.planner.memory import plan_pages, requests_at_once
+
+STOCK = "stock"
 
 
 def predicted(
@@ -36,8 +38,10 @@ def predicted(
     return requests_at_once(pool // PAGE * geometry.num_streams, steady, peak)
 
 
-def measure(server: Server, policy: dict[str, Any], count: int, context: int, new: int) -> int:
-    """Most requests seen running at once while ``count`` are served."""
+def measure(
+    server: Server, gauge: str, policy: dict[str, Any] | None, count: int, context: int, new: int
+) -> int:
+    """Most requests seen running at once, by a metric, while ``count`` are served."""
     rng = random.Random(0)
     prompts = [[rng.randrange(100, 40000) for _ in range(context)] for _ in range(count)]
     threads = [
@@ -52,7 +56,7 @@ def measure(server: Server, policy: dict[str, Any], count: int, context: int, ne
         thread.start()
     most = 0
     while any(thread.is_alive() for thread in threads):
-        most = max(most, int(server.metric("sglang_kv:running_requests")))
+        most = max(most, int(server.metric(gauge)))
         time.sleep(0.2)
     return most
 
@@ -69,7 +73,7 @@ def main() -> None:
     parser.add_argument("--arms", help="comma-separated; default: all")
     parser.add_argument("--shape-only", action="store_true", help="random weights, the same KV")
     args = parser.parse_args()
-    known = arms(args.context)
+    known = [STOCK, *arms(args.context)]
     for name in args.arms.split(",") if args.arms else ():
         if name not in known:
             parser.error(f"--arms: {name!r} is none of {', '.join(known)}")
@@ -79,37 +83,34 @@ def main() -> None:
 
 
 def run(model: str, args: argparse.Namespace) -> None:
-    """All arms on one server; a line each."""
+    """Stock SGLang on a server of its own, all other arms on one; a line each."""
     flags = ["--max-total-tokens", str(args.pool), "--chunked-prefill-size", str(args.chunk)]
-    flags += ["--max-running-requests", "128", "--enable-metrics", "--kv-compression", "none"]
+    flags += ["--max-running-requests", "128", "--enable-metrics", "--page-size", str(PAGE)]
     geometry = geometry_of(model)
-    chosen = arms(args.context)
-    if args.arms:
-        chosen = {name: chosen[name] for name in args.arms.split(",")}
+    policies = arms(args.context)
+    chosen = args.arms.split(",") if args.arms else [STOCK, *policies]
+    fixed = {"model": Path(args.model).name, "shape_only": args.shape_only}
+    fixed |= {"pool_tokens": args.pool, "context": args.context, "new_tokens": args.new_tokens}
     base: int | None = None
-    with Server(model, *flags, "--page-size", str(PAGE)) as server:
-        for arm, policy in chosen.items():
-            expected = predicted(
-                policy, geometry, args.pool, args.context, args.new_tokens, args.chunk
-            )
-            server.flush()
-            most = measure(server, policy, expected + 3, args.context, args.new_tokens)
-            base = base or most
-            record(
-                "concurrency",
-                {
-                    "arm": arm,
-                    "policy": policy,
-                    "model": Path(args.model).name,
-                    "shape_only": args.shape_only,
-                    "pool_tokens": args.pool,
-                    "context": args.context,
-                    "new_tokens": args.new_tokens,
-                    "running_at_once": most,
-                    "predicted": expected,
-                    "ratio_to_first": round(most / base, 2),
-                },
-            )
+
+    def line(server: Server, arm: str, policy: dict[str, Any] | None, gauge: str) -> None:
+        nonlocal base
+        sizes = (args.context, args.new_tokens)
+        expected = predicted(policy or NONE, geometry, args.pool, *sizes, args.chunk)
+        server.flush()
+        most = measure(server, gauge, policy, expected + 3, *sizes)
+        base = base or most
+        found = {"running_at_once": most, "predicted": expected}
+        ratio = {"ratio_to_first": round(most / base, 2)}
+        record("concurrency", {"arm": arm, "policy": policy, **fixed, **found, **ratio})
+
+    if STOCK in chosen:
+        with Server(model, *flags, "--attention-backend", "torch_native") as server:
+            line(server, STOCK, None, "sglang:num_running_reqs")
+    if ours := [arm for arm in chosen if arm != STOCK]:
+        with Server(model, *flags, "--kv-compression", "none") as server:
+            for arm in ours:
+                line(server, arm, policies[arm], "sglang_kv:running_requests")
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from sglang_kv.benchmarks import endless_figures
 from sglang_kv.benchmarks.figure import Figure, Series
-from sglang_kv.benchmarks.records import lines, needle_cells, newest
+from sglang_kv.benchmarks.records import at_once, lines, needle_cells, newest
 
 #: The workload whose hits by memory are plotted.
 PREFIXES = "shared_system_prompts"
@@ -77,7 +77,7 @@ def throughput_against_context() -> Figure | None:
 
 def requests_that_fit() -> Figure | None:
     """Requests at once in one pool, measured beside the arithmetic."""
-    rows = [row for row in newest("concurrency").values() if "new_tokens" in row]
+    rows = at_once()
     if not rows:
         return None
     measured = tuple((row["arm"], float(row["running_at_once"]), None, None) for row in rows)

@@ -8,6 +8,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from sglang_kv.benchmarks.methods import arms
+
 Row = dict[str, Any]
 
 FOLDER = Path(__file__).resolve().parent / "results"
@@ -52,6 +54,15 @@ def needle_cells() -> dict[str, dict[tuple[str, str], Row]]:
                 about = {key: row[key] for key in ("memory", "seed", "model")}
                 cells[at] = {**cell, **about, "lengths": row["settings"]["lengths"]}
     return arms
+
+
+def at_once() -> list[Row]:
+    """The newest counts of requests at once: stock SGLang, then in the order of `methods.arms`."""
+    rows = {arm: row for arm, row in newest("concurrency").items() if "new_tokens" in row}
+    if not rows:
+        return []
+    order = ["stock", *arms(next(iter(rows.values()))["context"])]
+    return sorted(rows.values(), key=lambda row: order.index(row["arm"]))
 
 
 def number_needles(arm: str, column: str = "aware") -> Row | None:

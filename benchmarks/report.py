@@ -30,7 +30,8 @@ from sglang_kv.benchmarks import (
     prefix_tables,
 )
 from sglang_kv.benchmarks.figures import figures
-from sglang_kv.benchmarks.records import needle_cells, newest
+from sglang_kv.benchmarks.markdown import head
+from sglang_kv.benchmarks.records import at_once, needle_cells, newest
 from sglang_kv.planner import command
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -59,26 +60,38 @@ def headline() -> str:
     if not speed:
         return "(no results recorded yet)"
     first = speed["stock"]
-    table = [
-        f"| | decode, {first['batch']} x {first['context']:,} tokens | beside stock | prefill | "
-        "7-digit needles, of the full cache's |",
-        "|---|---|---|---|---|",
-    ]
+    counts = at_once()
+    fit = {row["arm"]: row["running_at_once"] for row in counts}
+    table = head(
+        *("", "KV memory", "requests at once", f"decode, {first['batch']} x {first['context']:,}"),
+        *("beside stock", "prefill", "7-digit needles, of the full cache's"),
+    )
     for arm, (name, needle) in ARMS.items():
-        row = speed[arm]
+        row, cells = speed[arm], needles.get(needle, {})
+        number = cells.get(("number", "aware"), {})
+        memory = 1.0 if arm in ("stock", "none") else number.get("memory")
         table.append(
-            f"| {name} | {row['decode_tok_s']:.0f} tok/s | {row['ratio_to_first_arm']:.1f}x "
-            f"| {row['prefill_tok_s']:,.0f} tok/s | {_found(needles.get(needle, {}))} |"
+            f"| {name} | {'-' if memory is None else f'{memory:.0%}'} | {fit.get(arm, '-')} "
+            f"| {row['decode_tok_s']:.0f} tok/s | {row['ratio_to_first_arm']:.1f}x "
+            f"| {row['prefill_tok_s']:,.0f} tok/s | {_found(cells)} |"
         )
     env = first["environment"]
     table += [
         "",
         f"SmolLM2-135M-Instruct in bf16 on {env['cores']} cores of an {env['cpu']} without AMX, "
         f"sglang {env['versions']['sglang']}, commit {env['commit']}, {env['date'][:10]}; the same "
-        "flags in every row. Needles at 2K and 4K, the question in the prompt. "
-        "`benchmarks/decode_speed.py`, `benchmarks/quality.py`; more in "
-        "[docs/METHODS.md](docs/METHODS.md#what-it-costs-in-quality).",
+        "flags in every row. KV memory: of the uncompressed request's, after the prompt; needles "
+        "at 2K and 4K, the question in the prompt. ",
     ]
+    if counts:
+        table[-1] += (
+            f"Requests at once: prompts of {counts[0]['context']:,} tokens in memory for "
+            f"{counts[0]['pool_tokens']:,}. "
+        )
+    table[-1] += (
+        "`benchmarks/decode_speed.py`, `concurrency.py`, `quality.py`; more in "
+        "[docs/METHODS.md](docs/METHODS.md#what-it-costs-in-quality)."
+    )
     return "\n".join(table)
 
 
@@ -92,17 +105,23 @@ def _found(
 
 def room() -> str:
     """Requests at once in one pool, measured beside the arithmetic."""
-    rows = [row for row in newest("concurrency").values() if "new_tokens" in row]
+    rows = at_once()
     if not rows:
         return "(no results recorded yet)"
     first = rows[0]
-    table = [
-        f"| {first['context']:,}-token prompts, {first['new_tokens']} new tokens, memory for "
-        f"{first['pool_tokens']:,} tokens | at once | by the arithmetic |",
-        "|---|---|---|",
-    ]
-    table += [f"| {r['arm']} | {r['running_at_once']} | {r['predicted']} |" for r in rows]
-    return "\n".join(table)
+    table = head("arm", "at once", "by the arithmetic", "weights")
+    for row in rows:
+        weights = "random" if row.get("shape_only") else "the model's"
+        table.append(
+            f"| {row['arm']} | {row['running_at_once']} | {row['predicted']} | {weights} |"
+        )
+    said = (
+        f"Prompts of {first['context']:,} tokens, {first['new_tokens']} new ones, memory for "
+        f"{first['pool_tokens']:,}; the shape of SmolLM2-135M-Instruct's KV."
+    )
+    if any(row.get("shape_only") for row in rows):
+        said += " Where weights are random (`--shape-only`), only how many are kept is the model's."
+    return "\n".join([*table, "", said])
 
 
 def needles() -> str:
