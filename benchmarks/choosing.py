@@ -126,7 +126,8 @@ def questions() -> str:
     if pressure:
         freed = (
             f"{pressure['tokens_evicted']:,} tokens taken from running requests gave "
-            f"{pressure['ratio_to_retract']:.2f} times the output of retracting whole requests"
+            f"{pressure['ratio_to_retract']:.2f} times the output of the same memory where others "
+            "wait"
         )
     answers = {
         "Why does the KV cache fill the memory?": (

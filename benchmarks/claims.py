@@ -196,7 +196,7 @@ def blocks_without_copies() -> tuple[str, str] | None:
         return None
     text = (
         f"{row['tokens_evicted']:,} tokens dropped from running requests, in whole pages; output "
-        f"{row['ratio_to_retract']:.2f}x of retracting"
+        f"{row['ratio_to_retract']:.2f}x of the same memory where requests wait for it"
     )
     return text, "holds"
 

@@ -5,7 +5,8 @@
 A pool of a third of what the traffic wants at once: many requests, each with a prompt and a long
 answer. One server per arm, the same requests in the same order, the same pool; the time until the
 last answer, and what it cost in quality: how many of the answers' tokens are those of a server with
-room for everything.
+room for everything. SGLang by itself lets in what it expects to fit, so that the others wait and
+few are retracted; a second arm lets in more and retracts (`--schedule-conservativeness`).
 """
 
 from __future__ import annotations
@@ -23,6 +24,13 @@ from sglang_kv.benchmarks.common import record
 from sglang_kv.benchmarks.server import Server
 
 Answers = list[dict[str, Any]]
+#: Further flags of each arm.
+ARMS: dict[str, list[str]] = {
+    "room for all": [],
+    "retract": [],
+    "retract, letting in more": ["--schedule-conservativeness", "0.1"],
+    "evict": ["--kv-pressure", "evict"],
+}
 TEXT = Path(__file__).resolve().parent.parent / "scripts" / "demo"
 
 
@@ -65,7 +73,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=24)
     parser.add_argument("--prompt", type=int, default=500)
     parser.add_argument("--new-tokens", type=int, default=500)
-    parser.add_argument("--arms", default="room for all,retract,evict")
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
     parser.add_argument("--floor", type=float, default=0.25)
     args = parser.parse_args()
     wanted = args.requests * (args.prompt + args.new_tokens)
@@ -74,11 +82,11 @@ def main() -> None:
     flags += ["--kv-compression", "none", "--disable-radix-cache"]
     reference: Answers | None = None
     seconds: dict[str, float] = {}
-    for arm in args.arms.split(","):
+    for arm in args.arms:
         pool = wanted + 2048 if arm == "room for all" else wanted // 3
-        extra = ["--max-total-tokens", str(pool)]
+        extra = ["--max-total-tokens", str(pool), *ARMS[arm]]
         if arm == "evict":
-            extra += ["--kv-pressure", "evict", "--kv-pressure-floor", str(args.floor)]
+            extra += ["--kv-pressure-floor", str(args.floor)]
         with Server(args.model, *flags, *extra) as server:
             serve(server, [[5] * 64] * 2, 8)
             answers, seconds[arm] = serve(server, work, args.new_tokens)

@@ -42,10 +42,15 @@ def of_method(method: str, **parameters: Any) -> Callable[[Row], bool]:
 
 
 def needle_cells() -> dict[str, dict[tuple[str, str], Row]]:
-    """Of each arm, by kind and column: its cell with the most cases, its line's facts beside it."""
+    """Of each arm, by kind and column: its cell with the most cases, its line's facts beside it.
+
+    Of an arm whose policy has changed since, only lines with the newest one count.
+    """
+    rows = [row for row in lines("quality") if row["suite"] == "needle"]
+    policies = {row["arm"]: row["policy"] for row in rows}
     arms: dict[str, dict[tuple[str, str], Row]] = {}
-    for row in lines("quality"):
-        if row["suite"] != "needle":
+    for row in rows:
+        if row["policy"] != policies[row["arm"]]:
             continue
         cells = arms.setdefault(row["arm"], {})
         for cell in row["summary"]:

@@ -202,16 +202,13 @@ def pressure() -> str:
     rows = newest("pressure")
     if not rows:
         return "(no results recorded yet)"
-    table = [
-        "| | output | beside retract | answer as with room for all, until |",
-        "|---|---|---|---|",
-    ]
+    table = head("", "output", "beside retract", "retracted", "answer as with room for all, until")
     for arm, row in rows.items():
         ratio = f"{row['ratio_to_retract']:.2f}x" if row["ratio_to_retract"] else "-"
         same = f"{row['same_answer_until']:.0%} of it"
         table.append(
             f"| {arm} ({row['pool_tokens']:,} tokens) | {row['output_tok_s']:.0f} tok/s "
-            f"| {ratio} | {same} |"
+            f"| {ratio} | {row['retractions_logged']} | {same} |"
         )
     return "\n".join(table)
 
