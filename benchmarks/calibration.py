@@ -45,7 +45,8 @@ def timed(command: list[str], limit: float | None) -> tuple[Seconds, bool]:
         child.wait(limit)
     except subprocess.TimeoutExpired:
         ended = False
-        child.send_signal(signal.SIGINT)
+        # A shell that starts this in the background has its children ignore SIGINT.
+        child.send_signal(signal.SIGTERM)
         child.wait()
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     if ended and child.returncode:

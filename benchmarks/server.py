@@ -7,6 +7,7 @@ import ctypes
 import http.client
 import json
 import os
+import random
 import re
 import signal
 import socket
@@ -22,9 +23,19 @@ from typing import Any
 
 
 def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
+    """A port that nobody listens on.
+
+    A server takes it only once its model is loaded. So it lies below those that the kernel deals
+    out meanwhile, to clients and to whoever asks for any.
+
+    Raises:
+        OSError: a hundred ports are all taken.
+    """
+    for port in random.sample(range(20_000, 32_000), 100):
+        with socket.socket() as s, contextlib.suppress(OSError):
+            s.bind(("127.0.0.1", port))
+            return port
+    raise OSError("no free port among a hundred from 20000 to 32000")
 
 
 def die_with_parent() -> None:
@@ -58,7 +69,7 @@ class Server:
         *args: str,
         env: dict[str, str] | None = None,
         entry: str = "serve",
-        start_timeout_s: float = 180,
+        start_timeout_s: float = 600,
         device: str = "cpu",
     ):
         self.port = free_port()
@@ -135,7 +146,7 @@ class Server:
             self._process.wait(10)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait(10)
+        self._process.wait(60)
         self._log.close()
 
     def __enter__(self) -> Server:
@@ -158,7 +169,7 @@ class Server:
         except urllib.error.HTTPError as error:
             raise HTTPError(error.code, error.read().decode()) from None
 
-    def get(self, path: str, timeout_s: float = 60) -> str:
+    def get(self, path: str, timeout_s: float = 300) -> str:
         with urllib.request.urlopen(self.url + path, timeout=timeout_s) as answer:
             return str(answer.read().decode())
 
@@ -183,10 +194,15 @@ class Server:
         """``/generate``, greedy unless told otherwise; ``policy`` is the request's own."""
         return self.post("/generate", generate_body(prompt, policy, **options))
 
-    def flush(self) -> None:
-        """Empty the prefix cache, as between the arms of a benchmark; SGLang refuses while busy."""
-        request = urllib.request.Request(self.url + "/flush_cache", method="POST")
-        with urllib.request.urlopen(request, timeout=60):
+    def flush(self, patience_s: int = 30) -> None:
+        """Empty the prefix cache, as between the arms of a benchmark.
+
+        SGLang refuses while anything runs. A request whose answer has come still does for a moment,
+        until the scheduler's next turn; so it is asked to wait.
+        """
+        path = f"/flush_cache?timeout={patience_s}"
+        request = urllib.request.Request(self.url + path, method="POST")
+        with urllib.request.urlopen(request, timeout=patience_s + 60):
             pass
 
     def metric(self, name: str, **labels: str) -> float:

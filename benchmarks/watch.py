@@ -108,8 +108,10 @@ class Watch:
         self._thread.join()
 
     def _run(self) -> None:
-        while not self._done.wait(self.interval_s):
+        while True:  # one at least, however short the load
             self.samples.append(Use.read(Metrics.of(self.server), self.token_bytes))
+            if self._done.wait(self.interval_s):
+                return
 
     def row(self) -> dict[str, Any]:
         """Peaks and means; the log, where it can be read, knows of peaks between two samples."""

@@ -11,8 +11,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 ROOT = Path(__file__).resolve().parent.parent
+
+# The same examples in every run, so that a change fails by what it changed, and none fails for its
+# time. Other examples: pytest --hypothesis-profile search
+SLOW_IS_FINE = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+settings.register_profile("search", **SLOW_IS_FINE)
+settings.register_profile("tests", derandomize=True, **SLOW_IS_FINE)
+settings.load_profile("tests")
 
 
 @pytest.fixture(scope="session")
@@ -45,7 +53,7 @@ def run_python(tmp_path: Path) -> Callable[..., str]:
             env={**clean, **env},
             capture_output=True,
             text=True,
-            timeout=300,
+            timeout=900,  # imports take minutes of a busy machine's time
         )
         assert done.returncode == 0, done.stderr
         return done.stdout.strip()

@@ -43,7 +43,7 @@ def test_present_in_spawned_children(run_python: Run, tmp_path: Path) -> None:
         "    queue = context.Queue()\n"
         "    process = context.Process(target=child, args=(queue,))\n"
         "    process.start()\n"
-        "    print(queue.get(timeout=60))\n"
+        "    print(queue.get(timeout=600))\n"
         "    process.join()\n"
     )
     code = f"import runpy; runpy.run_path({str(program)!r}, run_name='__main__')"

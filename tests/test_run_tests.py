@@ -41,7 +41,7 @@ def both(root: Path, folder: Path, *names: str) -> tuple[int, list[str]]:
         },
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
     )
     return done.returncode, done.stdout.splitlines()
 

@@ -17,7 +17,7 @@ def test_kernels_under_the_interpreter() -> None:
         cwd=FOLDER.parent.parent.parent,
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=1800,
     )
     assert done.returncode == 0, done.stdout[-10_000:] + done.stderr[-2000:]
     passed = re.search(r"(\d+) passed", done.stdout)

@@ -446,7 +446,7 @@ def test_as_a_command(root: Path) -> None:
         cwd=root,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=600,
     )
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.count("\n") == 1

@@ -1,4 +1,7 @@
-"""Every way to start SGLang applies the policies; without the flag it is stock SGLang."""
+"""Every way to start SGLang applies the policies.
+
+That it is stock SGLang without the flag, test_equivalence.py shows.
+"""
 
 from __future__ import annotations
 
@@ -47,26 +50,6 @@ def test_sglang_serve(server: Server) -> None:
     assert report(server.generate(CAPITAL, STREAMING))["method"] == "streamingllm"
 
 
-@on_server("stock")
-def test_without_the_flag_the_server_is_stock(server: Server) -> None:
-    assert "HeadPage" not in tree_cache(server)
-    answer = server.generate(CAPITAL, max_new_tokens=2)
-    assert "Paris" in answer["text"]
-    assert "kv_compression" not in answer["meta_info"]
-    assert "sglext" not in chat(server, CAPITAL)
-
-
-@on_server("stock")
-def test_without_the_flag_a_policy_is_refused(server: Server) -> None:
-    """Served anyway, the client would take full attention for compressed."""
-    for send in (
-        lambda: server.generate(CAPITAL, NONE),
-        lambda: server.generate(CAPITAL, STREAMING),
-        lambda: chat(server, CAPITAL, STREAMING),
-    ):
-        assert "this server was started without --kv-compression" in refusal(send)
-
-
 # python -m sglang.launch_server ----------------------------------------------------------------
 
 
@@ -77,6 +60,14 @@ def test_launch_server_with_a_default_policy(server: Server) -> None:
     assert figures["method"] == "streamingllm"
     assert figures["parameters"].items() >= WINDOW.items()
     assert (figures["logical_tokens"], figures["kept_tokens"]) == (401, 64)
+
+
+@pytest.mark.server
+@pytest.mark.slow
+def test_launch_server_comes_up_cold(demo_model: Path) -> None:
+    flags = ["--kv-compression", "streamingllm", "--max-total-tokens", "3000", "--sleep-on-idle"]
+    with Server(demo_model, *flags, entry="launch_server") as server:
+        assert report(server.generate(CAPITAL))["method"] == "streamingllm"
 
 
 @on_server("launched")
@@ -135,13 +126,13 @@ if __name__ == "__main__":
 def run_cold(argv: list[str], log: Path, **options: Any) -> tuple[int, str]:
     with log.open("w") as output:
         command = [sys.executable, *argv]
-        done = subprocess.run(command, stdout=output, stderr=output, timeout=900, **options)
+        done = subprocess.run(command, stdout=output, stderr=output, timeout=1800, **options)
     return done.returncode, log.read_text()
 
 
 def run_warm(argv: list[str], log: Path, **options: Any) -> tuple[int, str]:
     # Two for an engine; its end is the end of all children.
-    return launcher().run(argv, log, children=2, timeout_s=900, **options)
+    return launcher().run(argv, log, children=2, **options)
 
 
 @pytest.fixture(scope="module", params=[run_warm, pytest.param(run_cold, marks=pytest.mark.slow)])

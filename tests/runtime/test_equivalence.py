@@ -4,35 +4,39 @@ model in transformers with the paper's mask."""
 from __future__ import annotations
 
 import random
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import policy_attention
 import pytest
 import torch
+from serving import NONE, STREAMING, chat
 from warm import WarmServer
 
-from sglang_kv.benchmarks.server import Server
+from sglang_kv.benchmarks.server import HTTPError, Server
 from sglang_kv.compression.gates import find_gates
 
 pytestmark = pytest.mark.server
 
-LENGTHS = [1, 2, 15, 16, 17, 31, 33, 64, 100, 127, 128, 200, 300, 511, 640, 777, 1025, 1500, 2500]
-LONGEST = 6000
+LENGTHS = [1, 2, 15, 16, 17, 31, 33, 64, 100, 127, 128, 200, 300, 511, 640, 777, 1025, 2050]
+LONGEST = 4500  # three chunks
 NEW_TOKENS = 8
 FLAGS = [
     *("--max-total-tokens", "16000", "--max-running-requests", "8", "--context-length", "8192"),
-    *("--page-size", "16", "--chunked-prefill-size", "2048", "--disable-radix-cache"),
-    "--sleep-on-idle",
+    *("--page-size", "16", "--chunked-prefill-size", "2048", "--sleep-on-idle"),
 ]
 QUIET = {"OMP_WAIT_POLICY": "PASSIVE"}  # idle threads leave the cores to the oracle
 STOCK = ["--attention-backend", "torch_native"]
-OURS = ["--kv-compression", "none"]
+OURS = ["--kv-compression", "none", "--disable-radix-cache"]
+CAPITAL = "The capital of France is"
 
 
 @pytest.fixture(scope="module")
 def prompts(text_ids: list[int]) -> list[list[int]]:
-    """Prose and noise of 20 lengths, around the edges of pages and chunks."""
+    """Prose and noise of 19 lengths, around the edges of pages and chunks."""
     rng = random.Random(0)
     noise = [[rng.randrange(100, 40000) for _ in range(n)] for n in LENGTHS[::2]]
     prose = [text_ids[n : 2 * n] for n in LENGTHS[1::2]]
@@ -59,11 +63,55 @@ def logprobs(answer: Any) -> torch.Tensor:
     return torch.tensor([pair[0] for pair in pairs])
 
 
+@dataclass
+class Stock:
+    """What a server without the flag logged and said, in fp32.
+
+    Its prefix cache is on, but prompts whose logprobs are asked for are computed whole.
+    """
+
+    log: str
+    answers: list[Any]
+    capital: Any
+    chat: Any
+    asked_for_a_policy: list[str]
+
+
+def said(send: Callable[[], Any]) -> str:
+    """Status and body of an error; or that there was none."""
+    try:
+        return f"200 {send()}"
+    except HTTPError as error:
+        return f"{error.status} {error.body}"
+
+
 @pytest.fixture(scope="module")
-def stock_fp32(demo_model: Path, prompts: list[list[int]]) -> list[Any]:
+def stock(demo_model: Path, prompts: list[list[int]]) -> Stock:
     with WarmServer(demo_model, *FLAGS, *STOCK, "--dtype", "float32", env=QUIET) as server:
-        assert "HeadPageRadixCache" not in server.log
-        return answers(server, prompts)
+        return Stock(
+            answers=answers(server, prompts),
+            capital=server.generate(CAPITAL, max_new_tokens=2),
+            chat=chat(server, CAPITAL),
+            asked_for_a_policy=[
+                said(lambda: server.generate(CAPITAL, NONE)),
+                said(lambda: server.generate(CAPITAL, STREAMING)),
+                said(lambda: chat(server, CAPITAL, STREAMING)),
+            ],
+            log=server.log,
+        )
+
+
+@pytest.fixture(scope="module")
+def stock_fp32(stock: Stock) -> list[Any]:
+    return stock.answers
+
+
+@pytest.fixture(scope="module")
+def reference(demo_model: Path) -> Any:
+    """The model in transformers."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(demo_model, dtype=torch.float32)
 
 
 @pytest.fixture(scope="module")
@@ -71,6 +119,23 @@ def ours_fp32(demo_model: Path) -> Any:
     with WarmServer(demo_model, *FLAGS, *OURS, "--dtype", "float32", env=QUIET) as server:
         assert "impl=HeadPageRadixCache" in server.log
         yield server
+
+
+def test_without_the_flag_the_server_is_stock(stock: Stock) -> None:
+    found = re.search(r"Tree cache initialized: .*impl=(\w+)", stock.log)
+    assert found is not None
+    assert "HeadPage" not in found[1]
+    assert "Paris" in stock.capital["text"]
+    assert "kv_compression" not in stock.capital["meta_info"]
+    assert "sglext" not in stock.chat
+
+
+def test_without_the_flag_a_policy_is_refused(stock: Stock) -> None:
+    """Served anyway, the client would take full attention for compressed."""
+    assert len(stock.asked_for_a_policy) == 3
+    for answer in stock.asked_for_a_policy:
+        assert answer.startswith("400 "), answer
+        assert "this server was started without --kv-compression" in answer
 
 
 def test_none_equals_stock(
@@ -86,14 +151,12 @@ def test_none_equals_stock(
     ("sinks", "recent", "length"), [(4, 252, 2400), (0, 40, 300), (4, 1020, 900)]
 )
 def test_streamingllm_equals_the_papers_mask(
-    ours_fp32: Server, demo_model: Path, text_ids: list[int], sinks: int, recent: int, length: int
+    ours_fp32: Server, reference: Any, text_ids: list[int], sinks: int, recent: int, length: int
 ) -> None:
     """Within chunks, across them and in decode, a query sees sinks, window and itself.
 
     At original positions; those in the cache are test_long_streams.py's.
     """
-    from transformers import AutoModelForCausalLM
-
     prompt = text_ids[:length]
     answer = ours_fp32.generate(
         prompt,
@@ -109,9 +172,8 @@ def test_streamingllm_equals_the_papers_mask(
         (position < sinks) | (position >= position[:, None] - recent)
     )
     mask = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)
-    model = AutoModelForCausalLM.from_pretrained(demo_model, dtype=torch.float32)
     with torch.no_grad():
-        logits = model(ids, attention_mask=mask[None, None]).logits[0]
+        logits = reference(ids, attention_mask=mask[None, None]).logits[0]
     expected = logits.log_softmax(-1)[:-1].gather(1, ids[0, 1:, None])[:, 0]
     torch.testing.assert_close(logprobs(answer), expected, atol=2e-3, rtol=0)
     report = answer["meta_info"]["kv_compression"]

@@ -57,7 +57,7 @@ def server(short_model: Path) -> Iterator[Server]:
     flags += ["--context-length", "4096", "--max-total-tokens", "2048"]
     flags += ["--chunked-prefill-size", "512"]
     env = {"OMP_WAIT_POLICY": "PASSIVE", "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
-    with WarmServer(short_model, *flags, env=env, start_timeout_s=600) as running:
+    with WarmServer(short_model, *flags, env=env) as running:
         yield running
 
 
@@ -91,17 +91,17 @@ def test_the_papers_loop(server: Server, short_model: Path, text_ids: list[int])
 
 def test_streams_of_any_length_side_by_side(server: Server, text_ids: list[int]) -> None:
     """Far past the trained length; memory is the window's, and comes back."""
-    prompts = [text_ids[:2000], text_ids[500:1200], text_ids[:900]]
+    prompts = [text_ids[:1000], text_ids[500:1000], text_ids[:600]]
     policies = [POLICY, {**POLICY, "recent": 60}, POLICY]
 
     def ask(prompt: list[int], policy: dict[str, Any]) -> Any:
-        return server.generate(prompt, policy, max_new_tokens=24, ignore_eos=True)
+        return server.generate(prompt, policy, max_new_tokens=16, ignore_eos=True)
 
     with ThreadPoolExecutor() as threads:
         answers = list(threads.map(ask, prompts, policies))
     for answer, prompt, policy in zip(answers, prompts, policies, strict=True):
         report = answer["meta_info"]["kv_compression"]
-        assert report["logical_tokens"] == len(prompt) + 23
+        assert report["logical_tokens"] == len(prompt) + 15
         assert report["kept_tokens"] == 4 + int(policy["recent"])
 
     def nothing_is_held() -> bool:
@@ -125,10 +125,10 @@ def test_who_keeps_original_positions_ends_at_the_trained_length(
 
 def test_the_next_turn_computes_only_what_is_new(server: Server, text_ids: list[int]) -> None:
     """Warm as cold, past the trained length, to the third turn."""
-    ids, known = text_ids[:200], 0
+    ids, known, answer = text_ids[:200], 0, 24
     flush(server)
     for turn in range(3):
-        ask = {"max_new_tokens": 40, "ignore_eos": True, "return_logprob": True}
+        ask = {"max_new_tokens": answer, "ignore_eos": True, "return_logprob": True}
         warm = server.generate(ids, POLICY, **ask)
         cached = warm["meta_info"]["cached_tokens"]
         assert cached == known // 16 * 16
@@ -138,5 +138,5 @@ def test_the_next_turn_computes_only_what_is_new(server: Server, text_ids: list[
             assert cold["meta_info"]["cached_tokens"] == 0
             assert cold["output_ids"] == warm["output_ids"]
             torch.testing.assert_close(logprobs(warm), logprobs(cold), atol=2e-3, rtol=0)
-        known = len(ids) + 39  # nobody has computed the last token
+        known = len(ids) + answer - 1  # nobody has computed the last token
         ids = ids + warm["output_ids"] + text_ids[1000 * turn : 1000 * turn + 37]

@@ -72,10 +72,12 @@ def planned(spec: dict[str, Any], prompt: int = PROMPT) -> Plan:
     return parse_policy(spec).plan(prompt, GEOMETRY)
 
 
-def figures(spec: dict[str, Any], prompt: int, length: int) -> dict[str, Any]:
-    """The whole report, from the policy and two lengths alone."""
+def figures(
+    spec: dict[str, Any], prompt: int, length: int, last: int | None = None
+) -> dict[str, Any]:
+    """The whole report, from the policy and lengths alone; ``last`` as in `held_pages`."""
     policy, plan = parse_policy(spec), planned(spec, prompt)
-    pages = held_pages(plan, prompt, length)
+    pages = held_pages(plan, prompt, length, last)
     assert pages is not None
     return {
         "method": policy.name,
@@ -104,6 +106,7 @@ def metrics_are_current(server: Server) -> bool:
     return (
         metric(server, "tokens_dropped_total") == pytest.approx(now["dropped_tokens"])
         and metric(server, "requests_total") == sum(now["requests_total"].values())
+        and metric(server, "running_requests") == 0
         and nothing_is_held(server)
     )
 
@@ -146,7 +149,6 @@ def test_the_metrics_follow(server: Server, spec: dict[str, Any]) -> None:
     eventually(lambda: metrics_are_current(server))
     more = metric(server, "tokens_dropped_total") - dropped
     assert more == pytest.approx(dropped_tokens(planned(spec), PROMPT, PROMPT))
-    assert metric(server, "running_requests") == 0
 
 
 @pytest.mark.parametrize(
@@ -168,14 +170,23 @@ def test_folds_in_decode(server: Server, spec: dict[str, Any]) -> None:
 
 
 def test_methods_side_by_side(server: Server) -> None:
-    """One batch of all methods: each request is cut as if it were alone."""
+    """One batch of all methods: each request is cut as if it were alone.
+
+    They are more than fit at once. Should one be retracted for the others, it is computed again as
+    a prompt, and cut once more at its end.
+    """
     specs = [spec for spec in POLICIES if spec.get("head_budgets") != "adaptive"]
     prompts = [noise(150 + 10 * i, seed=400 + i) for i in range(len(specs))]
     bodies = [generate_body([], spec, max_new_tokens=8, ignore_eos=True) for spec in specs]
     params = [body["sampling_params"] for body in bodies]
+    retracted = server.log.count("Retract requests")
     answers = server.post("/generate", {"input_ids": prompts, "sampling_params": params})
+    again = server.log.count("Retract requests") > retracted
     for spec, prompt, answer in zip(specs, prompts, answers, strict=True):
-        assert report(answer) == figures(spec, len(prompt), len(prompt) + 7), spec
+        wanted = [figures(spec, len(prompt), len(prompt) + 7)]
+        if again:
+            wanted.append(figures(spec, len(prompt), len(prompt) + 7, len(prompt) + 7))
+        assert report(answer) in wanted, spec
     eventually(lambda: nothing_is_held(server))
 
 

@@ -9,7 +9,7 @@ from array import array
 from typing import Any
 
 import pytest
-from serving import eventually, flush, noise, uses_server
+from serving import eventually, flush, ledger, noise, uses_server
 from sglang.srt.mem_cache.base_prefix_cache import InsertParams, MatchPrefixParams
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
 
@@ -34,7 +34,8 @@ def cached(answer: Any) -> int:
 def test_plain_requests_hit_what_stock_sglangs_tree_has(server: Server) -> None:
     """Three sessions of three turns behind one system prompt, and a one-off document between."""
     flush(server)
-    hits = server.metric("sglang_kv:prefix_hit_tokens_total", policy="none") if asked(server) else 0
+    # Of the scheduler itself: the metric may not have heard of the last requests yet.
+    hits = ledger(server)["prefixes"]["hit_tokens"].get("none", 0)
     stock = RadixCache.create_simulated(page_size=16)
     system, total = noise(290), 0
     sessions: list[list[int]] = [[*system, *noise(20, seed)] for seed in (1, 2, 3)]
@@ -49,22 +50,18 @@ def test_plain_requests_hit_what_stock_sglangs_tree_has(server: Server) -> None:
         for index, session in enumerate(sessions):
             sessions[index] = [*session, *noise(25, 100 * turn + index)]
     assert total > 2000
-    eventually(lambda: asked(server) and hits_of(server) == hits + total)
+    eventually(lambda: hits_of(server) == hits + total)
     (state,) = json.loads(server.get("/server_info"))["internal_states"]
     text = as_text(state["prefix_tree"])
     assert text.startswith("importance: ")
     assert "[0, 288)  resident" in text
     assert state["kv_compression"]["prefixes"]["hit_tokens"]["none"] == hits + total
-    measured = state["kv_compression"]["prefixes"]["importance"]
-    assert len([bound for bound, tokens in measured.items() if tokens]) > 1
+    # Its spread is taken anew every few seconds.
+    eventually(lambda: sum(n > 0 for n in ledger(server)["prefixes"]["importance"].values()) > 1)
 
 
 def key_of(ids: list[int]) -> RadixKey:
     return RadixKey(array("q", ids))
-
-
-def asked(server: Server) -> bool:
-    return "sglang_kv:prefix_hit_tokens_total{" in server.get("/metrics")
 
 
 def hits_of(server: Server) -> float:
@@ -77,7 +74,7 @@ def send(server: Server, path: str, body: Any, tenant: str | None) -> tuple[int,
         headers["X-Tenant"] = tenant
     request = urllib.request.Request(server.url + path, json.dumps(body).encode(), headers)
     try:
-        with urllib.request.urlopen(request, timeout=120) as answer:
+        with urllib.request.urlopen(request, timeout=600) as answer:
             return answer.status, json.load(answer)
     except urllib.error.HTTPError as error:
         return error.code, json.load(error)

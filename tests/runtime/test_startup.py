@@ -6,6 +6,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -209,6 +211,21 @@ def test_help_tells_of_the_flags(starts: dict[str, tuple[int, str]]) -> None:
     for flag in ("prefix-sharing", "tenant-header", "prefix-thinning"):
         assert f"\n  --{flag} " in text
     assert "streamingllm: attention sinks" in " ".join(text.split())
+
+
+def test_launch_server_has_the_plugin_from_a_cold_start(demo_model: Path, tmp_path: Path) -> None:
+    """Those above, and the tests' server of that kind, are forks that have all imports."""
+    command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(demo_model)]
+    done = subprocess.run(
+        [*command, "--device", "cpu", *ON, *REFUSED["page size"][0]],
+        cwd=tmp_path,
+        env={**os.environ, **CPU},
+        capture_output=True,
+        text=True,
+        timeout=1800,
+    )
+    assert done.returncode != 0
+    assert COMBINED + REFUSED["page size"][1] in done.stderr
 
 
 # What the flags amount to ----------------------------------------------------------------------

@@ -135,14 +135,15 @@ def handler(fake: FakeSGLang) -> type[BaseHTTPRequestHandler]:
         def do_POST(self) -> None:
             size = int(self.headers.get("Content-Length") or 0)
             body = json.loads(self.rfile.read(size) or "{}")
+            path = self.path.partition("?")[0]
             with lock:
-                fake.asked.append((self.path, body))
-            if self.path == "/flush_cache":
+                fake.asked.append((path, body))
+            if path == "/flush_cache":
                 return self.send(200, "")
             if fake.refuses and fake.method(body) == fake.refuses:
                 return self.send(400, f"no {fake.refuses} here")
             with lock:
-                answer = fake.generate if self.path == "/generate" else fake.chat
+                answer = fake.generate if path == "/generate" else fake.chat
                 events = list(answer(body))
             if not body.get("stream"):
                 return self.send(200, json.dumps(events[-1]))

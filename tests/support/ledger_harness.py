@@ -8,6 +8,7 @@ or mapped wrongly shows as a wrong digest, not as a wrong logit.
 
 from __future__ import annotations
 
+import zlib
 from array import array
 from functools import cache
 from types import SimpleNamespace
@@ -72,6 +73,7 @@ class Req:
         self.done = False
         self.finished_reason = None
         self.digests: dict[int, int] = {}
+        self.prefixes: list[int] = []
         self.dense_until = CONTEXT  # tokens after a drop have other KV
         self.taken_dense = 0  # tokens that it went on from and full attention computed
         self.sglang_kv: RequestState = None  # type: ignore[assignment]  # from `Harness.admit` on
@@ -260,11 +262,11 @@ class Harness:
         limit = req.sglang_kv.plan.dense_prefix
         dense = (limit is None or position < limit) and position < req.dense_until
         if position not in req.digests:  # tokens are only ever appended
-            ids = tuple(req.full_untruncated_fill_ids[: position + 1])
             # What was computed behind a thinned prefix is other KV than without one.
             how = None if dense or position < req.taken_dense else f"{req.policy}{req.thinned}"
             who = (req.tenant, req.cache_salt, req.extra_key, req.lora_id)
-            req.digests[position] = hash((ids, how, who)) % 2**30
+            # Of numbers, a hash is the same in every process.
+            req.digests[position] = hash((_prefix(req, position), checksum(how, who))) % 2**30
         return req.digests[position]
 
     def _forward(self, req: Req, start: int, target: int) -> None:
@@ -362,6 +364,20 @@ class Harness:
         self.tree.evict_pages(self.ledger.pool.num_pages)
         self.check()
         assert self.ledger.pool.num_used == 0, "head pages leaked"
+
+
+def _prefix(req: Req, position: int) -> int:
+    """A hash of the tokens up to ``position``, each made of the one before."""
+    known = req.prefixes
+    if position >= len(known):
+        for token in req.full_untruncated_fill_ids[len(known) : position + 1]:
+            known.append(hash((known[-1] if known else 0, token)))
+    return known[position]
+
+
+@cache
+def checksum(*words: Any) -> int:
+    return zlib.crc32(repr(words).encode())
 
 
 def made_up_attention(stream: tuple[int, int], query: Any, position: Any) -> Any:

@@ -6,6 +6,7 @@ attention, asks the oracle what each KV head keeps, and lets later rows see no m
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +21,7 @@ Seen = Callable[[int, Tensor, Tensor], Tensor]
 
 def logprobs(model_path: Any, ids: list[int], seen: Seen) -> Tensor:
     """Log-probability of each token after the first, fp32."""
-    from transformers import AttentionInterface, AutoModelForCausalLM
+    from transformers import AttentionInterface
 
     def attend(
         module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any
@@ -33,13 +34,20 @@ def logprobs(model_path: Any, ids: list[int], seen: Seen) -> Tensor:
         return (weights @ v).transpose(0, 1)[None], None
 
     AttentionInterface.register("policy", attend)
-    model = AutoModelForCausalLM.from_pretrained(
-        model_path, dtype=torch.float32, attn_implementation="policy"
-    )
     tokens = torch.tensor([ids])
     with torch.no_grad():
-        out = model(tokens).logits[0]
+        out = _model(model_path)(tokens).logits[0]
     return out.log_softmax(-1)[:-1].gather(1, tokens[0, 1:, None])[:, 0]
+
+
+@functools.lru_cache(maxsize=1)
+def _model(path: Any) -> Any:
+    """It looks up its attention by name, anew in each forward."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32, attn_implementation="policy"
+    )
 
 
 def causal(count: int) -> Tensor:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 import time
-import urllib.request
 from collections.abc import Callable
 from typing import Any
 
@@ -83,15 +82,19 @@ def ledger(server: Server) -> dict[str, Any]:
 
 
 def flush(server: Server) -> None:
-    """Empty the prefix cache (SGLang refuses while anything runs)."""
-    request = urllib.request.Request(server.url + "/flush_cache", method="POST")
-    with urllib.request.urlopen(request, timeout=60) as answer:
-        assert answer.status == 200
+    """Empty the prefix cache, once all that runs has ended."""
+    server.flush(patience_s=120)
 
 
-def eventually(holds: Callable[[], bool], timeout_s: float = 40) -> None:
-    """Metrics follow the ledger with a delay."""
+def eventually(holds: Callable[[], bool], timeout_s: float = 120) -> None:
+    """Metrics follow the ledger with a delay; one that was never set is not there yet."""
     deadline = time.monotonic() + timeout_s
-    while not holds():
-        assert time.monotonic() < deadline, "it never came true"
+    while True:
+        missing = None
+        try:
+            if holds():
+                return
+        except KeyError as error:
+            missing = error
+        assert time.monotonic() < deadline, f"it never came true; {missing or 'all metrics there'}"
         time.sleep(0.2)

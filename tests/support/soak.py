@@ -305,7 +305,6 @@ def check_ledgers_are_empty(server: Server) -> None:
     wait_for(
         lambda: all(server.metric(name) == value for name, value in names.items()),
         f"metrics {names}",
-        timeout_s=10,
     )
 
 

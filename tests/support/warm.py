@@ -19,6 +19,9 @@ from typing import Any
 
 from sglang_kv.benchmarks.server import Server, die_with_parent
 
+#: A server that hangs is noticed late; a busy machine may first compile the kernels for minutes.
+START_TIMEOUT_S = 1800
+
 LAUNCHER = Path(__file__).with_name("warm_launcher.py")
 
 # Of SGLang's three processes, and of `sglang serve`. Not `sglang.launch_server`, which is a main
@@ -103,14 +106,17 @@ class Launcher:
         return Program(self, self.ask(request)["pid"])
 
     def run(
-        self, argv: Sequence[str], log: Path, *, timeout_s: float = 600, **options: Any
+        self, argv: Sequence[str], log: Path, *, timeout_s: float = 1800, **options: Any
     ) -> tuple[int, str]:
         """As `start`, to its end: the exit status, and the output that ``log`` holds then."""
+        log.touch()  # whatever happens, it can be read
         program = self.start(argv, str(log), **options)
         try:
             return program.wait(timeout_s), log.read_text(errors="replace")
         except subprocess.TimeoutExpired:
-            os.killpg(program.pid, signal.SIGKILL)
+            os.kill(program.pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # it did not lead a group yet
+                os.killpg(program.pid, signal.SIGKILL)
             raise TimeoutError(f"{argv[0]} runs for {timeout_s} s:\n{log.read_text()}") from None
 
     def ask(self, request: dict[str, Any]) -> Any:
@@ -167,6 +173,9 @@ class WarmServer(Server):
 
     How users start one is what cold `Server`s test.
     """
+
+    def __init__(self, *args: Any, start_timeout_s: float = START_TIMEOUT_S, **options: Any):
+        super().__init__(*args, start_timeout_s=start_timeout_s, **options)
 
     def _start(self, command: list[str], env: dict[str, str], log: Any) -> Any:
         module, argv = None, command
