@@ -62,11 +62,16 @@ def needle_cells() -> dict[str, dict[tuple[str, str], Row]]:
 
 
 def at_once() -> list[Row]:
-    """The newest counts of requests at once: stock SGLang, then in the order of `methods.arms`."""
-    rows = {arm: row for arm, row in newest("concurrency").items() if "new_tokens" in row}
+    """The newest counts of requests at once: stock SGLang, then in the order of `methods.arms`.
+
+    With the model's own weights where there is such a line.
+    """
+    counts = [row for row in lines("concurrency") if "new_tokens" in row]
+    counts.sort(key=lambda row: not row.get("shape_only"))
+    rows = {row["arm"]: row for row in counts}
     if not rows:
         return []
-    order = ["stock", *arms(next(iter(rows.values()))["context"])]
+    order = ["stock", *arms(counts[0]["context"])]
     return sorted(rows.values(), key=lambda row: order.index(row["arm"]))
 
 
