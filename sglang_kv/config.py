@@ -8,8 +8,17 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from sglang_kv.compression import Compressor, PolicyError, method_names, parse_policy
+from sglang_kv.compression import (
+    Compressor,
+    Geometry,
+    Plan,
+    PolicyError,
+    WindowPlan,
+    method_names,
+    parse_policy,
+)
 from sglang_kv.compression.base import shorten
+from sglang_kv.compression.least import least_kept
 
 #: JSON of `Options`; how ``sglang_kv.Engine`` and children without flags learn them.
 ENV = "SGLANG_KV_OPTIONS"
@@ -23,6 +32,8 @@ SHARINGS = ("all", "tenant", "off")
 #: Key of which prefixes a request takes: those that change nothing in its answer, or thinned ones.
 PREFIX_KEY = "kv_prefix"
 PREFIXES = ("exact", "thinned")
+#: Tokens of a prompt that no budget in use covers.
+LONG = 1 << 20
 _SERVER_ARGS_ATTR = "_sglang_kv_options"
 
 
@@ -92,7 +103,7 @@ class Options:
                     "--kv-compression-config: holds parameters only; the method is "
                     "--kv-compression's"
                 )
-            self._check_keep(self.default_policy)
+            self._check_amounts(self.default_policy, self.config)
 
     @property
     def active(self) -> bool:
@@ -119,14 +130,44 @@ class Options:
                 f"kv_compression.method: {policy.name!r} is not allowed on this server "
                 f"(allowed: {', '.join(self.allow)})"
             )
-        self._check_keep(policy)
+        self._check_amounts(policy, spec)
         return policy, False
 
-    def evictable(self, wanted: Any | None) -> bool:
+    def check_kept(self, policy: Compressor, plan: Plan, spec: Any | None) -> None:
+        """Raise `PolicyError` if any stream of a request is left less than this server allows.
+
+        Args:
+            policy: the request's.
+            plan: what it does to it.
+            spec: what the policy was made of, as in `policy_for`; None: the server's default.
+        """
+        least = least_kept(plan)
+        if least is not None and least.tokens < self.min_keep:
+            name = [*policy.amounts][-1 if least.in_decode else 0]
+            where = " in decode" if least.in_decode else ""
+            self._refuse(
+                _as_given(name, policy, self.config if spec is None else spec),
+                f"{policy.name!r} leaves head {least.head} of layer {least.layer} with "
+                f"{least.tokens} tokens{where}",
+            )
+
+    def check_default(self, geometry: Geometry) -> None:
+        """Raise `PolicyError` where such a model rules the default policy out, or leaves too little
+        of long requests: a server that would refuse them all had better not start."""
+        policy = self.default_policy
+        policy.plan(1, geometry)
+        # By page, what is left depends on where in a page a prompt ends.
+        for tokens in range(LONG, LONG + geometry.page_size if self.min_keep else LONG):
+            self.check_kept(policy, policy.plan(tokens, geometry), None)
+
+    def evictable(self, wanted: Any | None, plan: Plan | None = None) -> bool:
         """Whether pressure may take pages of a request whose ``kv_pressure`` is ``wanted``.
 
+        ``plan``: what its own policy does to it, where that is known.
+
         Raises:
-            PolicyError: it is no such word, or asks for what this server does not do.
+            PolicyError: it is no such word, or asks for what this server does not do, or for what
+                does nothing to such a request.
         """
         if wanted is None:
             return self.pressure == "evict"
@@ -135,6 +176,16 @@ class Options:
         if wanted == "evict" and self.pressure != "evict":
             raise PolicyError(
                 f"{PRESSURE_KEY}: this server was started without --kv-pressure evict"
+            )
+        if wanted == "evict" and isinstance(plan, WindowPlan):
+            raise PolicyError(
+                f"{PRESSURE_KEY}: evict takes nothing from requests with a window (streamingllm, "
+                "duoattention), which hold no more than they need"
+            )
+        if wanted == "evict" and plan is not None and plan.geometry.sliding_layers:
+            raise PolicyError(
+                f"{PRESSURE_KEY}: evict takes nothing where layers have a sliding window, as in "
+                "this model"
             )
         return bool(wanted == "evict")
 
@@ -152,12 +203,19 @@ class Options:
             raise PolicyError(f"{PREFIX_KEY}: this server was started without --prefix-thinning")
         return bool(wanted == "thinned")
 
-    def _check_keep(self, policy: Compressor) -> None:
-        if policy.min_kept is not None and policy.min_kept < self.min_keep:
-            raise PolicyError(
-                f"kv_compression: {policy!r} keeps {policy.min_kept} tokens, below this "
-                f"server's --kv-compression-min-keep {self.min_keep}"
-            )
+    def _check_amounts(self, policy: Compressor, spec: Any) -> None:
+        """What can be said without the prompt and the model; `check_kept` has the rest."""
+        for name, tokens in policy.amounts.items():
+            if tokens < self.min_keep:
+                self._refuse(
+                    _as_given(name, policy, spec), f"{policy.name!r} keeps {tokens} tokens"
+                )
+
+    def _refuse(self, name: str, what: str) -> None:
+        raise PolicyError(
+            f"kv_compression.{name}: {what}, below this server's --kv-compression-min-keep "
+            f"{self.min_keep}"
+        )
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> Options:
@@ -192,3 +250,9 @@ class Options:
         """The options that ``server_args`` carries, else those of the environment."""
         carried = getattr(server_args, _SERVER_ARGS_ATTR, None)
         return cls.from_mapping(carried) if carried is not None else cls.from_env()
+
+
+def _as_given(name: str, policy: Compressor, spec: Any) -> str:
+    """The parameter's name, or the short form that was given in its place."""
+    given = [key for key in policy.aliases if isinstance(spec, Mapping) and key in spec]
+    return given[0] if given else name

@@ -51,7 +51,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--kv-compression-min-keep",
         metavar="TOKENS",
         type=int,
-        help="Refuse policies that keep fewer tokens per layer and head (default: 0).",
+        help="Refuse policies that leave any layer's head fewer tokens than this, at the prompt's "
+        "fold or a later one; a shorter prompt that is kept whole is no such case (default: 0).",
     )
     group.add_argument(
         "--kv-compression-override",
@@ -103,14 +104,18 @@ def _add_model_flags(group: Any) -> None:
         choices=tuple(PRESETS),
         help="In place of --kv-compression: a method with tuned parameters, which "
         "--kv-compression-config may change. "
-        + "; ".join(f"{name}: {preset.purpose}" for name, preset in PRESETS.items()),
+        + "; ".join(
+            f"{name}: {preset.purpose} (tuned on {preset.tuned_on})"
+            for name, preset in PRESETS.items()
+        ),
     )
     group.add_argument(
         "--kv-gates",
         metavar="FILE",
         help="The model's head gates, for duoattention and for layers whose heads choose together: "
         "JSON of sglang-kv calibrate, or a published pattern's TSV or its folder (default: "
-        "what is shipped for the model, if anything).",
+        "what is shipped for the model, if anything). How many sinks and recent tokens streaming "
+        "heads keep is the policy's to say; the file's counts are not used.",
     )
 
 
@@ -120,7 +125,8 @@ def _add_pressure_flags(group: Any) -> None:
         choices=PRESSURES,
         help="When memory runs out in decode: retract a request, to be computed again later, as "
         "SGLang does; or evict the least important pages of requests first. A request may opt out "
-        f'with custom_params: {{"{PRESSURE_KEY}": "retract"}} (default: retract).',
+        f'with custom_params: {{"{PRESSURE_KEY}": "retract"}}. Requests with a window '
+        "(streamingllm, duoattention) give up nothing (default: retract).",
     )
     group.add_argument(
         "--kv-pressure-floor",

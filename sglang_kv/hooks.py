@@ -125,7 +125,7 @@ def _configure(result: Any, self: Any, **_kwargs: Any) -> None:
     )
     trained = get_context_length(self.model_config.hf_text_config)
     longer = int(self.model_config.context_len) > trained
-    options.default_policy.plan(1, geometry)  # one that cannot be had stops the server here
+    options.check_default(geometry)  # one that cannot be had stops the server here
     ledger = PhysicalLedger(
         HeadPagePool(pool.num_head_pages),
         geometry,
@@ -212,21 +212,20 @@ def _create_generation_req(req: Any, _self: Any, recv_req: Any, *_args: Any, **_
     if current is None:
         return
     params = getattr(recv_req.sampling_params, "custom_params", None) or {}
-    evictable, thinned, need = False, False, None
-    try:
-        policy, overridden = current.options.policy_for(params.get(REQUEST_KEY))
-        evictable = current.options.evictable(params.get(PRESSURE_KEY))
-        thinned = current.options.takes_thinned(params.get(PREFIX_KEY))
-    except PolicyError as error:
-        # The HTTP side checks first; requests that skip it (gRPC) are refused here.
-        policy, overridden = parse_policy("none"), False
-        req.set_finish_with_abort(str(error))
+    options, spec = current.options, params.get(REQUEST_KEY)
     geometry, tokens = current.ledger.geometry, len(req.origin_input_ids)
+    overridden, evictable, need = False, False, None
     try:
+        # The HTTP side checks first; requests that skip it (gRPC) are refused here.
+        policy, overridden = options.policy_for(spec)
+        thinned = options.takes_thinned(params.get(PREFIX_KEY))
+        # What only this process knows: the prompt's length, the model's shape and its gates.
         plan = policy.plan(tokens, geometry)
+        options.check_kept(policy, plan, None if options.override == "server" else spec)
+        # One that was overridden did not ask for a policy that pressure takes nothing from.
+        evictable = options.evictable(params.get(PRESSURE_KEY), None if overridden else plan)
         need = require_need(plan) if thinned else None
     except PolicyError as error:
-        # What only this process knows: the model's shape and its gates.
         policy = parse_policy("none")
         plan = policy.plan(tokens, geometry)
         req.set_finish_with_abort(str(error))

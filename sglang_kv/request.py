@@ -172,10 +172,10 @@ class RequestState:
         """Keep the report of this moment; ``held_tokens``: in its lists, mean over the streams."""
         geometry = self.plan.geometry
         logical = min(self.length, self.known_tokens)
-        # Pressure is in no plan, and a later fold may make good for some of what it took.
-        kept = self.plan.kept_tokens(logical)
-        if self.evicted:
-            kept = round(held_tokens) - (self.length - logical)
+        # Not what the plan comes to: a fold may still be due, and pressure is in no plan.
+        kept = round(held_tokens) - (self.length - logical)
+        if isinstance(self.plan, WindowPlan):
+            kept = self.plan.kept_tokens(logical)  # of the pages that it lies in, what is seen
         dense = -(-self.length // geometry.page_size) * geometry.num_streams
         self._last = {
             "method": self.policy.name,

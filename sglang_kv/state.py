@@ -211,7 +211,7 @@ class PhysicalLedger:
         state = self.rows.pop(row)
         if self.tree is not None:
             self.tree.remember(state)
-        state.note(self.page_bytes, float(self.streams.desc[state.slot, :, :, KV_LEN].mean()))
+        self.note(state)
         self._watch(state, False)
         if state.private:
             self.pool.release(self.lists(state))
@@ -223,6 +223,10 @@ class PhysicalLedger:
         self.streams.give(state.slot)
         self.row_to_slot[row] = 0
         state.reset()
+
+    def note(self, state: RequestState) -> None:
+        """Keep the report of a running request as it is now."""
+        state.note(self.page_bytes, float(self.streams.desc[state.slot, :, :, KV_LEN].mean()))
 
     def clear(self) -> None:
         """SGLang flushed its pools: nothing holds anything any more."""

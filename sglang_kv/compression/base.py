@@ -55,7 +55,8 @@ class Compressor(ABC):
 
     What it does to one request, in positions and counts, is its `Plan`; which tokens it keeps
     where a plan needs scores is `choose`. A field's metadata says what a client may give:
-    ``min`` and ``max`` (inclusive), ``choices``, ``doc``.
+    ``min`` and ``max`` (inclusive), ``choices``, ``doc``; and ``needs``: without that other
+    parameter, or one of the values named after it, this one does nothing and is refused.
     """
 
     name: ClassVar[str]
@@ -85,6 +86,8 @@ class Compressor(ABC):
             check_value(key, value, fields[key])
         policy = cls(**params)
         policy.validate()
+        for key in params:
+            check_needs(key, fields[key], policy)
         return policy
 
     def validate(self) -> None:  # noqa: B027  # most methods have nothing to add
@@ -108,9 +111,10 @@ class Compressor(ABC):
         raise NotImplementedError
 
     @property
-    def min_kept(self) -> int | None:
-        """Fewest tokens a stream of a long request keeps; None: everything, or not fixed."""
-        return None
+    def amounts(self) -> dict[str, int]:
+        """Tokens that a long request's streams keep in the mean, by the parameter that says so:
+        the first at the prompt's fold, the last in decode. Empty: everything, or not fixed."""
+        return {}
 
 
 C = TypeVar("C", bound=type[Compressor])
@@ -206,6 +210,19 @@ def check_value(key: str, value: Any, field: dataclasses.Field[Any]) -> None:
         check_float(key, value, meta.get("min", 0.0), meta.get("max"))
     else:
         check_int(key, value, meta.get("min", 0), meta.get("max"))
+
+
+def check_needs(key: str, field: dataclasses.Field[Any], policy: Compressor) -> None:
+    """Raise `PolicyError` if ``key``, which was given, does nothing in such a policy."""
+    if "needs" not in field.metadata:
+        return
+    other, *values = field.metadata["needs"]
+    value = getattr(policy, other)
+    if value not in values if values else value is None:
+        wanted = " or ".join(repr(choice) for choice in values)
+        raise PolicyError(
+            f"kv_compression.{key}: has no effect without {' '.join([other, wanted]).strip()}"
+        )
 
 
 def check_int(key: str, value: Any, minimum: int, maximum: int | None = None) -> None:

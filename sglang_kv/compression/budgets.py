@@ -50,6 +50,25 @@ def page_tokens(pages: int, num_tokens: int, page_size: int) -> int:
     return min(num_tokens, max(0, pages * page_size - -num_tokens % page_size))
 
 
+def touched_pages(recent: int, page_size: int) -> int:
+    """Most pages that the newest ``recent`` tokens of a stream can lie in."""
+    return -(-(recent - 1) // page_size) + 1 if recent > 0 else 0
+
+
+def later_limit(budget: int, recent: int, per: int) -> int:
+    """Tokens that a fold in decode leaves at most: ``budget``, in whole units of ``per`` tokens
+    that the newest ``recent`` ones have room in, wherever in a unit they begin."""
+    return max(budget // per, touched_pages(recent, per)) * per
+
+
+def least_pages(equal: int, held: int, head_floor: float) -> int:
+    """Pages that a head keeps at least where a layer's pages are shared out by scores.
+
+    ``equal``: an equal share; ``held``: what the newest tokens need anyway.
+    """
+    return min(max(1, round(head_floor * equal), held), equal)
+
+
 def largest_remainder(shares: Sequence[float], total: int) -> list[int]:
     """Integers near ``shares`` whose sum is ``total`` exactly; ties go to the lower index.
 

@@ -32,10 +32,18 @@ class DuoAttention(Compressor):
     needs_gates: ClassVar[bool] = True
 
     sinks: int = field(
-        default=64, metadata={"min": 0, "doc": "first tokens that streaming heads keep"}
+        default=64,
+        metadata={
+            "min": 0,
+            "doc": "first tokens that streaming heads keep, whatever the gates were found with",
+        },
     )
     recent: int = field(
-        default=256, metadata={"min": 1, "doc": "newest tokens that streaming heads keep"}
+        default=256,
+        metadata={
+            "min": 1,
+            "doc": "newest tokens that streaming heads keep, whatever the gates were found with",
+        },
     )
     sparsity: float | None = field(
         default=0.5, metadata={"min": 0.0, "max": 1.0, "doc": "share of streaming heads"}
@@ -63,9 +71,16 @@ class DuoAttention(Compressor):
         policy = super().from_params(params)
         return replace(policy, sparsity=None) if "threshold" in params else policy
 
+    def validate(self) -> None:
+        if self.first_chunk == "dense" and self.fold_at is not None:
+            raise PolicyError(
+                "kv_compression.first_chunk: 'dense' has no effect with fold_at, up to which "
+                "attention is full anyway"
+            )
+
     @property
-    def min_kept(self) -> int | None:
-        return self.sinks + self.recent
+    def amounts(self) -> dict[str, int]:
+        return {"recent": self.sinks + self.recent}
 
     def plan(self, prompt_tokens: int, geometry: Geometry) -> Plan:
         if geometry.gates is None:
@@ -83,7 +98,7 @@ class DuoAttention(Compressor):
             return Plan(geometry)
         window = Window(num_sinks=self.sinks, window_left=self.recent)
         plan = window_plan(geometry, window, self.fold_at, prompt_tokens, streaming)
-        if self.first_chunk == "dense" and self.fold_at is None:
+        if self.first_chunk == "dense":
             # What is dense depends on how the prompt is cut, so nothing of it is matched.
             return replace(plan, match_limit=0, dense_first_chunk=True)
         return plan

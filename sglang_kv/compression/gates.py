@@ -45,7 +45,8 @@ class HeadGates:
         model: id of the model, "" where the file does not say.
         method: how the gates were found.
         source: the file they came from.
-        sinks: first tokens that streaming heads kept when the gates were found.
+        sinks: first tokens that streaming heads kept when the gates were found. For the reader: a
+            policy's own count holds, as in the reference's evaluations of its patterns.
         recent: newest tokens that streaming heads kept then.
         model_hash: `model_hash` of the model, "" where the file does not say.
     """

@@ -24,7 +24,7 @@ from sglang_kv.compression.base import (
     check_int,
     register,
 )
-from sglang_kv.compression.budgets import GRANULARITIES, SHARES, Units
+from sglang_kv.compression.budgets import GRANULARITIES, SHARES, Units, later_limit
 from sglang_kv.compression.plan import FoldPlan, Geometry, Plan
 
 if TYPE_CHECKING:
@@ -59,7 +59,12 @@ class H2O(Compressor):
         },
     )
     min_budget: int = field(
-        default=128, metadata={"min": 2, "doc": "fewest tokens that keep_ratio comes to"}
+        default=128,
+        metadata={
+            "min": 2,
+            "needs": ("keep_ratio",),
+            "doc": "fewest tokens that keep_ratio comes to",
+        },
     )
     interval: int = field(default=16, metadata={"min": 1, "doc": "tokens between folds in decode"})
     norm: str = field(
@@ -73,7 +78,10 @@ class H2O(Compressor):
             "doc": "prompt queries that score: all, or the last",
         },
     )
-    window: int = field(default=32, metadata={"min": 1, "doc": "how many with scores=window"})
+    window: int = field(
+        default=32,
+        metadata={"min": 1, "needs": ("scores", "window"), "doc": "how many with scores=window"},
+    )
     granularity: str = field(
         default="token",
         metadata={"choices": GRANULARITIES, "doc": "token (copied) or page (whole, by reference)"},
@@ -107,10 +115,10 @@ class H2O(Compressor):
         return policy
 
     @property
-    def min_kept(self) -> int | None:
+    def amounts(self) -> dict[str, int]:
         if self.heavy is None or self.recent is None:
-            return self.min_budget
-        return self.heavy + self.recent
+            return {"min_budget": self.min_budget}
+        return {"heavy": self.heavy + self.recent}
 
     def budgets(self, fold_at: int) -> tuple[int, int]:
         """Heavy and recent tokens for a prompt that is folded there."""
@@ -125,6 +133,7 @@ class H2O(Compressor):
         by_page = self.granularity == "page"
         size = geometry.page_size if by_page else None
         units = Units.of(heavy + recent, recent, fold_at, size, by_page)
+        limit = later_limit(heavy + recent, recent, size or 1)
         shape = (geometry.num_layers, geometry.num_kv_heads)
         return FoldPlan.of(
             dataclasses.replace(self, heavy=heavy, recent=recent),
@@ -135,8 +144,7 @@ class H2O(Compressor):
             score_on=True,
             by_page=by_page,
             interval=self.interval,
-            limit=heavy + recent,
-            recent=recent,
+            limit=np.full(shape, limit, dtype=np.int64),
         )
 
     def choose(self, tokens: Candidates) -> Tensor:

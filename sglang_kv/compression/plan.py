@@ -6,6 +6,7 @@ and the model's shape, never on scores, so that memory is accounted for before a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -20,11 +21,6 @@ if TYPE_CHECKING:
 
 Counts = NDArray[np.int64]
 Mask = NDArray[np.bool_]
-
-
-def touched_pages(recent: int, page_size: int) -> int:
-    """Most pages that the newest ``recent`` tokens of a stream can lie in."""
-    return -(-(recent - 1) // page_size) + 1 if recent > 0 else 0
 
 
 class Geometry(NamedTuple):
@@ -44,6 +40,10 @@ class Geometry(NamedTuple):
     @property
     def num_streams(self) -> int:
         return self.num_layers * self.num_kv_heads
+
+    def per_layer(self, tokens: Sequence[int]) -> Counts:
+        """One count per layer, for each of its heads. ``[layers, kv_heads]``"""
+        return np.repeat(np.array(tokens, dtype=np.int64)[:, None], self.num_kv_heads, axis=1)
 
     def require_even(self, what: str) -> None:
         """Raise `PolicyError` where ranks would hold unequal numbers of pages for one request:
@@ -198,9 +198,11 @@ class WindowPlan(Plan):
         return trained_length - held
 
     def kept_tokens(self, num_tokens: int) -> int:
-        kept = min(num_tokens, self.window.num_sinks + max(0, self.window.window_left))
-        share = self.num_windowed / self.geometry.num_streams
-        return round(kept * share + num_tokens * (1 - share))
+        kept, streams = num_tokens, self.geometry.num_streams
+        if num_tokens >= (self.fold_at or 0):
+            kept = min(kept, self.window.num_sinks + max(0, self.window.window_left))
+        windowed = self.num_windowed
+        return round((kept * windowed + num_tokens * (streams - windowed)) / streams)
 
 
 @dataclass(frozen=True, eq=False)
@@ -214,9 +216,11 @@ class FoldPlan(Plan):
         by_page: whole pages stay, by reference; else tokens are gathered into fresh pages.
         adaptive: the heads of a layer share its pages as their scores say; ``kept`` holds the
             mean, and the true counts are known when the fold is done.
+        floor: of those, what each stream keeps at least, ``[layers, kv_heads]``.
         interval: every so many tokens after ``fold_at``, streams longer than ``limit`` are
             folded again; None: they grow.
-        limit: what such a fold leaves, tokens per stream, ``[layers, kv_heads]``.
+        limit: what such a fold leaves at most, tokens per stream, ``[layers, kv_heads]``; by
+            page, in whole pages that the newest tokens have room in (`later_limit`).
     """
 
     policy: Compressor | None = None
@@ -225,6 +229,7 @@ class FoldPlan(Plan):
     score_on: bool = False
     by_page: bool = False
     adaptive: bool = False
+    floor: Counts | None = None
     interval: int | None = None
     limit: Counts | None = None
 
@@ -237,36 +242,15 @@ class FoldPlan(Plan):
         fold_at: int,
         kept: Counts,
         score_from: int,
-        limit: int | None = None,
-        recent: int = 0,
-        by_page: bool = False,
         **options: Any,
     ) -> Plan:
-        """The plan, or `Plan` itself where nothing is ever dropped.
-
-        ``limit`` is what later folds leave in each stream, ``recent`` the newest tokens that they
-        leave in any case; by page, both in whole pages.
-        """
+        """The plan, or `Plan` itself where nothing is ever dropped."""
         if geometry.sliding_layers:
             raise PolicyError(
                 f"kv_compression.method: {policy.name!r} needs full attention in every layer, and "
                 "this model has layers with a sliding window"
             )
-        size, limits = geometry.page_size, None
-        if limit is not None:
-            if by_page:
-                limit = max(limit // size, touched_pages(recent, size)) * size
-            limits = np.full_like(kept, limit)
-        plan = cls(
-            geometry,
-            fold_at,
-            policy=policy,
-            kept=kept,
-            score_from=score_from,
-            limit=limits,
-            by_page=by_page,
-            **options,
-        )
+        plan = cls(geometry, fold_at, policy=policy, kept=kept, score_from=score_from, **options)
         first = plan.first_drop
         if first is None:
             return Plan(geometry)
@@ -360,7 +344,7 @@ class FoldPlan(Plan):
         if num_tokens <= self.fold_at or self.interval is None or self.limit is None:
             return round(float(self.lengths(num_tokens).mean()))
         since = (num_tokens - self.fold_at) % self.interval
-        held = self.kept + (num_tokens - since - self.fold_at)
-        if num_tokens - since > self.fold_at:
-            held = np.minimum(held, self.limit)
-        return round(float(held.mean())) + since
+        last = num_tokens - since
+        # By page, each fold leaves the last page as full as it is, so one says what all have left.
+        held = self.target(last, self.kept + (last - self.fold_at)) + since
+        return round(float(held.mean()))

@@ -8,8 +8,9 @@ overshoot the budget by up to 29 % (80 layers, 128 tokens): here the layers' bud
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar, Self
 
 from sglang_kv.compression.base import PolicyError, register
 from sglang_kv.compression.budgets import Units, clamp_shares, largest_remainder
@@ -22,7 +23,8 @@ class PyramidKV(SnapKV):
     """``B_l = B_base + dB (L - 1 - l) / (L - 1)``, with mean ``budget``; tokens as in SnapKV.
 
     ``dB`` is ``delta``, or follows from ``beta`` as in the paper: without the window, the last
-    layer gets the ``beta``-th part of the mean. ``beta`` 1 is a flat line.
+    layer gets the ``beta``-th part of the mean. ``beta`` 1 is a flat line. Folds in decode keep the
+    line's proportions, with mean ``decode_budget``.
     """
 
     idea: ClassVar[str] = (
@@ -36,8 +38,19 @@ class PyramidKV(SnapKV):
     )
     delta: int | None = field(
         default=None,
-        metadata={"min": 0, "doc": "in place of beta: tokens from last to first layer"},
+        metadata={
+            "min": 0,
+            "doc": "in place of beta: tokens from last to first layer; where keep_ratio comes to "
+            "less, as many as leave the last layer its window",
+        },
     )
+
+    @classmethod
+    def from_params(cls, params: Mapping[str, Any]) -> Self:
+        """``delta`` takes the place of ``beta``."""
+        if "beta" in params and "delta" in params:
+            raise PolicyError("kv_compression.beta: give either beta or delta, not both")
+        return super().from_params(params)
 
     def validate(self) -> None:
         super().validate()
@@ -56,15 +69,25 @@ class PyramidKV(SnapKV):
 
     def layer_units(self, units: Units, num_layers: int) -> list[int]:
         mean = units.budget - units.window
-        line = clamp_shares(self.line(mean, units.per, num_layers), 0, units.most - units.window)
+        line = falling(mean, self.fall(mean, mean * units.per), num_layers)
+        line = clamp_shares(line, 0, units.most - units.window)
         return [n + units.window for n in largest_remainder(line, num_layers * mean)]
 
-    def line(self, mean: int, per: int, num_layers: int) -> list[float]:
-        """Budgets without the window, in units of ``per`` tokens, with that mean."""
-        if num_layers == 1:
-            return [float(mean)]
-        delta = 2 * mean * (1 - 1 / self.beta)
-        if self.delta is not None:
-            delta = min(self.delta / per, 2 * mean)
-        step = delta / (num_layers - 1)
-        return [mean + delta / 2 - step * layer for layer in range(num_layers)]
+    def layer_shares(self, mean: int, prompt_mean: int, num_layers: int) -> list[int]:
+        line = falling(mean, self.fall(mean, prompt_mean), num_layers)
+        return largest_remainder(line, num_layers * mean)
+
+    def fall(self, mean: int, prompt_mean: int) -> float:
+        """How far a line with that mean falls, if ``delta`` is meant for one with a mean of
+        ``prompt_mean`` tokens."""
+        if self.delta is None:
+            return 2 * mean * (1 - 1 / self.beta)
+        return min(self.delta * mean / max(prompt_mean, 1), 2 * mean)
+
+
+def falling(mean: int, fall: float, num_layers: int) -> list[float]:
+    """A straight line over the layers with that mean; the last has ``fall`` less than the first."""
+    if num_layers == 1:
+        return [float(mean)]
+    step = fall / (num_layers - 1)
+    return [mean + fall / 2 - step * layer for layer in range(num_layers)]

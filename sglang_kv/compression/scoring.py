@@ -11,7 +11,12 @@ from torch import Tensor
 from torch.nn.functional import avg_pool1d, max_pool1d, pad
 
 from sglang_kv.compression.base import Candidates
-from sglang_kv.compression.budgets import clamp_shares, largest_remainder, page_tokens
+from sglang_kv.compression.budgets import (
+    clamp_shares,
+    largest_remainder,
+    least_pages,
+    page_tokens,
+)
 
 
 def pool_scores(scores: Tensor, kernel_size: int, pooling: str) -> Tensor:
@@ -129,7 +134,7 @@ def adaptive_kept(
         held = -(-recent // size)  # pages that the newest tokens need anyway
         if by_page:
             held = max(-(-int(n) // size) - int(n - recent) // size for n in lengths)
-        low = min(max(1, round(head_floor * min(had)), held), min(had))
+        low = least_pages(min(had), held, head_floor)
         total, spare = sum(had), sum(had) - low * len(had)
         won = max(1, sum(wins[layer]))
         shares = [low + spare * w / won for w in wins[layer]]

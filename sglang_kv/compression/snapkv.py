@@ -28,6 +28,9 @@ from sglang_kv.compression.budgets import (
     Units,
     fill_shares,
     largest_remainder,
+    later_limit,
+    least_pages,
+    touched_pages,
 )
 from sglang_kv.compression.plan import Counts, FoldPlan, Geometry, Plan
 
@@ -57,7 +60,12 @@ class SnapKV(Compressor):
         metadata={"min": 0.0, "max": 1.0, "doc": "in place of budget: share of the prompt"},
     )
     min_budget: int = field(
-        default=128, metadata={"min": 2, "doc": "fewest tokens that keep_ratio comes to"}
+        default=128,
+        metadata={
+            "min": 2,
+            "needs": ("keep_ratio",),
+            "doc": "fewest tokens that keep_ratio comes to",
+        },
     )
     window: int = field(default=32, metadata={"min": 1, "doc": "last queries that choose"})
     kernel_size: int = field(
@@ -87,6 +95,7 @@ class SnapKV(Compressor):
         metadata={
             "min": 0.0,
             "max": 1.0,
+            "needs": ("head_budgets", "adaptive", "gates"),
             "doc": "share of an equal budget that each head keeps, if not equal",
         },
     )
@@ -94,11 +103,17 @@ class SnapKV(Compressor):
         default=None,
         metadata={
             "min": 2,
-            "doc": "fold again in decode, to so many tokens; None: the cache grows",
+            "doc": "fold again in decode, to so many tokens in the layers' mean; None: the cache "
+            "grows",
         },
     )
     interval: int = field(
-        default=64, metadata={"min": 1, "doc": "decoded tokens between such folds"}
+        default=64,
+        metadata={
+            "min": 1,
+            "needs": ("decode_budget",),
+            "doc": "decoded tokens between such folds",
+        },
     )
     fold_at: int | None = field(
         default=None, metadata={"min": 1, "doc": "prompt position to fold at; None: its end"}
@@ -135,9 +150,13 @@ class SnapKV(Compressor):
             )
 
     @property
-    def min_kept(self) -> int | None:
-        least = self.min_budget if self.budget is None else self.budget
-        return least if self.decode_budget is None else min(least, self.decode_budget)
+    def amounts(self) -> dict[str, int]:
+        found = {"min_budget": self.min_budget}
+        if self.budget is not None:
+            found = {"budget": self.budget}
+        if self.decode_budget is not None:
+            found["decode_budget"] = self.decode_budget
+        return found
 
     def plan(self, prompt_tokens: int, geometry: Geometry) -> Plan:
         if self.head_budgets != "equal":
@@ -147,34 +166,52 @@ class SnapKV(Compressor):
         if budget is None:
             assert self.keep_ratio is not None
             budget = max(int(self.keep_ratio * fold_at), self.min_budget)
-        kept = self.kept(budget, fold_at, geometry)
+        units = self.units(budget, fold_at, geometry.page_size)
         return FoldPlan.of(
             self,
             geometry,
             fold_at=fold_at,
-            kept=kept,
+            kept=self.kept(units, geometry),
             score_from=max(0, fold_at - self.window),
             score_on=self.decode_budget is not None,
             by_page=self.granularity == "page",
             adaptive=self.head_budgets == "adaptive",
+            floor=self.floor(units, geometry) if self.head_budgets == "adaptive" else None,
             interval=None if self.decode_budget is None else self.interval,
-            limit=self.decode_budget,
-            recent=self.window,
+            limit=None if self.decode_budget is None else self.limit(budget, geometry),
         )
 
-    def kept(self, budget: int, fold_at: int, geometry: Geometry) -> Counts:
+    def kept(self, units: Units, geometry: Geometry) -> Counts:
         """Tokens that each stream keeps at ``fold_at``, window included. ``[layers, kv_heads]``"""
-        units = self.units(budget, fold_at, geometry.page_size)
-        shape = (geometry.num_layers, geometry.num_kv_heads)
         if self.head_budgets == "gates":
             return self.kept_by_gates(units, geometry)
         counts = self.layer_units(units, geometry.num_layers)
-        tokens = np.array([units.tokens(n) for n in counts], dtype=np.int64)
-        return np.repeat(tokens[:, None], shape[1], axis=1)
+        return geometry.per_layer([units.tokens(n) for n in counts])
+
+    def floor(self, units: Units, geometry: Geometry) -> Counts:
+        """Of those, what scores leave each stream at least with adaptive heads."""
+        counts = self.layer_units(units, geometry.num_layers)
+        least = [least_pages(n, units.window, self.head_floor) for n in counts]
+        return geometry.per_layer([units.tokens(n) for n in least])
+
+    def limit(self, budget: int, geometry: Geometry) -> Counts:
+        """Tokens that a fold in decode leaves each stream, window included; the prompt's ``budget``
+        says what proportions its layers have."""
+        assert self.decode_budget is not None
+        size = geometry.page_size if self.granularity == "page" else 1
+        total = later_limit(self.decode_budget, self.window, size) // size
+        held = touched_pages(self.window, size)
+        others = self.layer_shares(total - held, budget - self.window, geometry.num_layers)
+        return geometry.per_layer([(held + n) * size for n in others])
 
     def layer_units(self, units: Units, num_layers: int) -> list[int]:
         """What a stream of each layer gets, window included."""
         return [units.budget] * num_layers
+
+    def layer_shares(self, mean: int, prompt_mean: int, num_layers: int) -> list[int]:
+        """What a stream of each layer gets in decode, beside the window; ``prompt_mean``: tokens
+        beside the window that the prompt's budget names."""
+        return [mean] * num_layers
 
     def kept_by_gates(self, units: Units, geometry: Geometry) -> Counts:
         """The model's budget beside windows and floors goes to its heads in proportion to their

@@ -70,8 +70,8 @@ class StreamingLLM(Compressor):
         return replace(plan, cache_positions=self.positions == "cache")
 
     @property
-    def min_kept(self) -> int | None:
-        return self.sinks + self.recent
+    def amounts(self) -> dict[str, int]:
+        return {"recent": self.sinks + self.recent}
 
 
 def window_plan(

@@ -25,6 +25,9 @@ NOT_WORDS: list[Any] = ["", "no_such", "Token", "token ", True, 7, 0.5, None, ["
 FIELDS = [(name, field) for name, cls in methods().items() for field in dataclasses.fields(cls)]
 ALIASES = [(name, alias) for name, cls in methods().items() for alias in cls.aliases]
 FLAT = Geometry(30, 3, 16)
+GATES = HeadGates(np.full((30, 3), 0.5, np.float32), "", "test", "")
+#: Of what some parameters need: any value.
+ENOUGH: dict[str, Any] = {"keep_ratio": 0.5, "decode_budget": 256}
 
 
 def kind(field: dataclasses.Field[Any]) -> str:
@@ -140,12 +143,46 @@ def test_no_method_takes_what_it_does_not_know(method: str) -> None:
 @of_kind("integer", "float", "word")
 def test_bounds_themselves_are_taken(method: str, field: dataclasses.Field[Any]) -> None:
     """None of the above refuses everything."""
+    needed = what_it_needs(field)
     values = field.metadata.get("choices") or [field.metadata["min"]]
     if "max" in field.metadata:
         values = [*values, field.metadata["max"], field.metadata["max"] // 1]
     for value in values:
         with contextlib.suppress(DoesNotFit):
-            policy_of({"method": method, field.name: value})
+            policy_of({"method": method, **needed, field.name: value})
+
+
+# Parameters that do nothing --------------------------------------------------------------------
+
+NEEDY = [(name, field) for name, field in FIELDS if "needs" in field.metadata]
+
+
+def what_it_needs(field: dataclasses.Field[Any]) -> dict[str, Any]:
+    """Parameters without which ``field`` does nothing."""
+    other, *values = field.metadata.get("needs", ("",))
+    return {other: values[0] if values else ENOUGH[other]} if other else {}
+
+
+def test_some_parameters_need_others() -> None:
+    assert {(name, field.name) for name, field in NEEDY} == {
+        *((name, "min_budget") for name in ("h2o", "snapkv", "pyramidkv")),
+        *((name, key) for name in ("snapkv", "pyramidkv") for key in ("head_floor", "interval")),
+        ("h2o", "window"),
+    }
+
+
+@pytest.mark.parametrize(("method", "field"), NEEDY, ids=lambda x: getattr(x, "name", x))
+def test_what_would_do_nothing_is_refused(method: str, field: dataclasses.Field[Any]) -> None:
+    """Even its default, which is taken where it is not given."""
+    other, *values = field.metadata["needs"]
+    message = refusal(method, **{field.name: field.default})
+    assert message.startswith(f"kv_compression.{field.name}: has no effect without {other}")
+    assert all(repr(value) in message for value in values)
+    for value in values or [ENOUGH[other]]:
+        spec = {"method": method, field.name: field.default, other: value}
+        with contextlib.suppress(DoesNotFit):  # 'gates' are none of pyramidkv's
+            assert getattr(policy_of(spec), field.name) == field.default
+    parse_policy(method)
 
 
 # Parameters that do not go together ------------------------------------------------------------
@@ -182,6 +219,11 @@ CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [
     ({"method": "pyramidkv", "head_budgets": "gates"}, "head_budgets: 'gates' splits the whole"),
     ({"method": "pyramidkv", "budget": 64, "delta": 65}, "delta: 65 leaves the last layer less"),
     ({"method": "pyramidkv", "delta": 4033}, "delta: 4033 leaves the last layer less"),
+    ({"method": "pyramidkv", "delta": 64, "beta": 20.0}, "beta: give either beta or delta, not b"),
+    (
+        {"method": "duoattention", "first_chunk": "dense", "fold_at": 100},
+        "first_chunk: 'dense' has no effect with fold_at",
+    ),
 ]
 
 
@@ -201,14 +243,13 @@ def test_the_nearest_that_goes_together() -> None:
         {"method": "snapkv", "window": 1, "budget": 2, "kernel_size": 1},
         {"method": "pyramidkv", "budget": 64, "delta": 64},
         {"method": "pyramidkv", "keep_ratio": 0.5, "delta": 10_000},
+        {"method": "duoattention", "first_chunk": "windowed", "fold_at": 100, "sparsity": 1.0},
     ):
-        plan = parse_policy(spec).plan(1000, FLAT)
+        plan = parse_policy(spec).plan(1000, FLAT._replace(gates=GATES))
         assert plan.pages(1000) < 63 * FLAT.num_streams, spec
 
 
 # What only a model can refuse --------------------------------------------------------------------
-
-GATES = HeadGates(np.full((30, 3), 0.5, np.float32), "", "test", "")
 
 
 @pytest.mark.parametrize(
@@ -271,6 +312,26 @@ def test_eviction_needs_a_server_that_does_it() -> None:
     assert Options(method="none", pressure="evict").evictable("evict")
     with pytest.raises(PolicyError, match="kv_pressure: this server was started without --kv-pres"):
         Options(method="none").evictable("evict")
+
+
+def test_eviction_needs_a_request_that_it_takes_from() -> None:
+    options, gated = Options(method="none", pressure="evict"), FLAT._replace(gates=GATES)
+    for spec in (
+        "streamingllm",
+        {"method": "streamingllm", "fold_at": 500},
+        "duoattention",
+        {"method": "duoattention", "sparsity": 1.0},
+    ):
+        plan = parse_policy(spec).plan(1000, gated)
+        with pytest.raises(PolicyError, match=r"^kv_pressure: evict takes nothing from requests w"):
+            options.evictable("evict", plan)
+        assert options.evictable(None, plan)  # the server's word does no harm to anybody
+        assert not options.evictable("retract", plan)
+    for spec in ("none", "h2o", {"method": "duoattention", "sparsity": 0.0}):
+        assert options.evictable("evict", parse_policy(spec).plan(1000, gated))
+    sliding = parse_policy("none").plan(1000, FLAT._replace(sliding_layers=True))
+    with pytest.raises(PolicyError, match=r"^kv_pressure: evict takes nothing where layers have"):
+        options.evictable("evict", sliding)
 
 
 def test_thinned_prefixes_need_a_server_that_has_them() -> None:

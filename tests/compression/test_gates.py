@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_kv.compression import PolicyError
+from sglang_kv.compression import Geometry, PolicyError, WindowPlan, parse_policy
 from sglang_kv.compression.gates import (
     HeadGates,
     find_gates,
@@ -38,6 +38,19 @@ def write(folder: Path, name: str, text: str) -> Path:
 
 def our_json(**changes: Any) -> str:
     return json.dumps({"model": "m", "method": "x", "gates": [[0.5, 1]], **changes})
+
+
+def test_a_policys_sizes_are_its_own(tmp_path: Path) -> None:
+    """Whatever the file says that its gates were found with."""
+    (tmp_path / "config.json").write_text('{"sink_size": 128, "recent_size": 500}')
+    write(tmp_path, "full_attention_heads.tsv", "0.0\t0.5\n0.25\t1.0\n")
+    gates = load_gates(tmp_path)
+    assert (gates.sinks, gates.recent) == (128, 500)
+    for own, wanted in (({}, (64, 256)), ({"sinks": 4}, (4, 256)), ({"recent": 500}, (64, 500))):
+        policy = parse_policy({"method": "duoattention", **own})
+        plan = policy.plan(2000, Geometry(2, 2, 16, gates))
+        assert isinstance(plan, WindowPlan)
+        assert tuple(plan.window) == wanted
 
 
 # -- HeadGates --

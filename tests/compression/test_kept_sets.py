@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -183,6 +184,50 @@ def test_pyramidkv_budgets_in_pages(page_size: int) -> None:
         assert sum(pages) == 30 * (256 // page_size)
         spare = -tokens % page_size
         assert all(n == p * page_size - spare for n, p in zip(counts, pages, strict=True))
+
+
+def decode_counts(tokens: int, layers: int, page_size: int = 16, **policy: Any) -> list[int]:
+    """Tokens that a fold in decode leaves of each layer."""
+    plan = parse_policy({"method": "pyramidkv", **policy}).plan(
+        tokens, Geometry(layers, 2, page_size)
+    )
+    assert isinstance(plan, FoldPlan)
+    assert plan.fold_at is not None
+    left = plan.target(plan.fold_at + 640, np.full((layers, 2), 100_000))
+    assert (left[:, 0] == left[:, 1]).all()
+    return [int(n) for n in left[:, 0]]
+
+
+@pytest.mark.parametrize("layers", [1, 2, 4, 30, 32, 80])
+@pytest.mark.parametrize(
+    ("budget", "later", "window"), [(64, 40, 8), (2048, 256, 32), (320, 400, 64)]
+)
+@pytest.mark.parametrize("shape", [{"beta": 20}, {"beta": 5}, {"beta": 1}, {"delta": 40}])
+def test_pyramidkv_stays_one_in_decode(
+    layers: int, budget: int, later: int, window: int, shape: dict[str, Any]
+) -> None:
+    """The prompt's line, smaller: its sum to the token, whether the prompt was folded or not."""
+    scale = Fraction(later - window, budget - window)
+    line = pyramid_budgets(layers, budget - window, **shape)
+    for tokens in (window, budget, 100_000):
+        policy = {"budget": budget, "window": window, "decode_budget": later, **shape}
+        counts = decode_counts(tokens, layers, **policy)
+        assert sum(counts) == layers * later
+        wanted = [window + scale * x for x in line]
+        assert all(abs(n - x) < 1 for n, x in zip(counts, wanted, strict=True))
+
+
+@pytest.mark.parametrize("page_size", [16, 32])
+def test_pyramidkv_stays_one_in_decode_in_pages(page_size: int) -> None:
+    policy = {"budget": 512, "decode_budget": 320, "granularity": "page"}
+    counts = decode_counts(1000, 30, page_size, **policy)
+    assert all(n % page_size == 0 for n in counts)  # 100,000 tokens end with a page
+    pages = [n // page_size for n in counts]
+    assert sum(pages) == 30 * (320 // page_size)
+    assert pages == sorted(pages, reverse=True)
+    held = 2 if page_size == 32 else 3  # pages that 32 tokens can touch
+    assert pages[-1] >= held
+    assert pages[0] - held > 5 * (pages[-1] - held)
 
 
 def test_where_pyramidkv_and_kvpress_part() -> None:

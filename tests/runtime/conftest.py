@@ -23,7 +23,7 @@ SERVERS: dict[str, dict[str, Any]] = {
         "start": Server,
         "entry": "serve",
         "args": [
-            *("--kv-compression", "none", "--kv-compression-min-keep", "64"),
+            *("--kv-compression", "none", "--kv-compression-min-keep", "32"),
             *("--max-total-tokens", "3000", "--chunked-prefill-size", "512"),
             *("--enable-metrics", "--decode-log-interval", "4"),
         ],

@@ -86,11 +86,14 @@ BAD: list[tuple[Any, str]] = [
     (streaming(sinks=-1), "kv_compression.sinks: must be at least 0, got -1"),
     (streaming(sinks=8, budget=8), "kv_compression.budget: 8 leaves no recent token"),
     (streaming(recent=252, budget=256), "kv_compression.budget: give either budget or recent"),
-    # --kv-compression-min-keep 64
-    (streaming(sinks=4, recent=59), "kv_compression: "),
-    (streaming(budget=63), "kv_compression: "),
+    # --kv-compression-min-keep 32
+    (streaming(sinks=4, recent=27), "kv_compression.recent: 'streamingllm' keeps 31 tokens, below"),
+    (streaming(budget=31), "kv_compression.budget: 'streamingllm' keeps 31 tokens, below"),
+    # What would do nothing.
+    (snapkv(interval=64), "kv_compression.interval: has no effect without decode_budget"),
+    (pyramidkv(beta=20, delta=8), "kv_compression.beta: give either beta or delta"),
     # One of each kind, for each method; tests/compression/test_bad_parameters.py has all of them.
-    (snapkv(budget=63), "kv_compression: "),
+    (snapkv(budget=31, window=8), "kv_compression.budget: 'snapkv' keeps 31 tokens, below"),
     (snapkv(budget=128, keep_ratio=0.5), "kv_compression.budget: give either budget or keep_rat"),
     (snapkv(kernel_size=4), "kv_compression.kernel_size: must be odd, got 4"),
     (snapkv(window=128, budget=128), "kv_compression.budget: 128 leaves no token beside window"),
@@ -206,9 +209,38 @@ def test_a_size_is_neither_negative_nor_huge(server: Server, key: str) -> None:
 
 
 def test_the_least_that_may_be_kept_is_in_the_message(server: Server) -> None:
-    message = refusal(lambda: server.generate(CAPITAL, streaming(budget=63)))
-    assert "keeps 63 tokens" in message
-    assert "--kv-compression-min-keep 64" in message
+    message = refusal(lambda: server.generate(CAPITAL, streaming(budget=31)))
+    assert "keeps 31 tokens" in message
+    assert "--kv-compression-min-keep 32" in message
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        (
+            pyramidkv(budget=64, window=16),
+            "kv_compression.budget: 'pyramidkv' leaves head 0 of layer 29 with 18 tokens, below",
+        ),
+        (
+            snapkv(budget=40, window=8, granularity="page"),
+            "kv_compression.budget: 'snapkv' leaves head 0 of layer 0 with 28 tokens, below",
+        ),
+        (
+            {"method": "h2o", "budget": 47, "granularity": "page"},
+            "kv_compression.budget: 'h2o' leaves head 0 of layer 0 with 28 tokens, below",
+        ),
+    ],
+    ids=str,
+)
+def test_the_least_holds_for_every_layer_and_head(
+    server: Server, spec: dict[str, Any], message: str
+) -> None:
+    """Which a policy does not say by itself; 300 tokens, the last page with 12 of 16."""
+    said = refusal(lambda: server.generate(noise(300, seed=900), spec))
+    assert said.startswith(message)
+    # A prompt of which nothing is dropped may have it, if no later fold would drop too much.
+    if spec["method"] != "h2o":
+        assert "Paris" in server.generate(CAPITAL, spec, max_new_tokens=4)["text"]
 
 
 @pytest.mark.parametrize("params", [["kv_compression"], "kv_compression", 7], ids=str)

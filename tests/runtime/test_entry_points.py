@@ -114,8 +114,9 @@ if __name__ == "__main__":
     ours = {"kv_compression": "streamingllm", "kv_compression_config": WINDOW}
     more = {"kv_gates": "gates.json", "kv_pressure": "evict"}
     gated = {"method": "duoattention", "threshold": 0.5, **WINDOW}
-    custom = {"kv_compression": gated, "kv_pressure": "evict"}
-    found["ours"] = reports(Engine(**ours, **more, **common), custom)
+    scored = {"method": "snapkv", "budget": 64}
+    customs = ({"kv_compression": gated}, {"kv_compression": scored, "kv_pressure": "evict"})
+    found["ours"] = reports(Engine(**ours, **more, **common), *customs)
     options = {"method": "streamingllm", "config": WINDOW, "override": "server"}
     os.environ["SGLANG_KV_OPTIONS"] = json.dumps(options)
     found["environment"] = reports(sglang.Engine(**common))
@@ -160,10 +161,11 @@ def engine_reports(
 
 @pytest.mark.server
 def test_our_engine_takes_the_options_as_arguments(engine_reports: Any) -> None:
-    default, chosen, gated = engine_reports["ours"]
+    default, chosen, gated, scored = engine_reports["ours"]
     assert (default["method"], default["kept_tokens"]) == ("streamingllm", 64)
     assert (chosen["method"], chosen["kept_tokens"]) == ("none", 401)
     assert (gated["method"], gated["kept_tokens"]) == ("duoattention", 64)
+    assert (scored["method"], scored["kept_tokens"]) == ("snapkv", 65)
 
 
 @pytest.mark.server

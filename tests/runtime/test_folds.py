@@ -99,7 +99,8 @@ def test_h2o_is_the_papers_loop(norm: str, scores: str, fold_at: int | None) -> 
     heavy, recent, window, length, answer = 7, 5, 6, 60, 30
     h = Harness(page_size=1, pool_tokens=4096)
     spec = {"method": "h2o", "heavy": heavy, "recent": recent, "interval": 1, "norm": norm}
-    spec |= {"scores": scores, "window": window} | ({"fold_at": fold_at} if fold_at else {})
+    spec |= {"scores": scores} | ({"fold_at": fold_at} if fold_at else {})
+    spec |= {"window": window} if scores == "window" else {}
     req = prefill(h, length, spec, chunk=17)
     for token in range(answer):
         h.decode(req, token)

@@ -10,6 +10,7 @@ import pytest
 
 pytest.importorskip("sglang")
 
+from arithmetic import kept_tokens
 from ledger_harness import HEADS, LAYERS, Harness, Req
 from policies import all_variants, full_budget, label
 
@@ -68,6 +69,25 @@ def test_the_budget_is_kept_to_the_page(policy: Compressor) -> None:
     assert h.ledger.pool.num_used <= state.held_pages + len(PROMPT) // 4 * LAYERS * HEADS
     h.release(req, publish=True)
     h.check_empty()
+
+
+def test_the_report_says_what_is_held(policy: Compressor) -> None:
+    """At each token of an answer, those of a fold that is due included."""
+    h = Harness(pool_tokens=2048)
+    req = Req(PROMPT, policy)
+    prefill(h, req)
+    state, plan = req.sglang_kv, req.sglang_kv.plan
+    for token in range(30):
+        h.ledger.note(state)
+        report = state.report()
+        assert report is not None
+        # With a window, not all that lies in its pages is seen.
+        if not isinstance(plan, WindowPlan):
+            held = [len(positions) for positions in h.kept[state].values()]
+            assert report["kept_tokens"] == round(float(np.mean(held)))
+        if not (isinstance(plan, FoldPlan) and plan.adaptive):
+            assert report["kept_tokens"] == kept_tokens(plan, len(PROMPT), req.extend_end)
+        h.decode(req, token)
 
 
 @pytest.mark.parametrize("page_size", [1, 16])

@@ -256,7 +256,7 @@ def gates_file(tmp_path: Path) -> str:
         (["--kv-preset", "copy", CONFIG, "[]"], f"{CONFIG}: expected a JSON object"),
         (
             ["--kv-preset", "agent", CONFIG, '{"budget": 10}', "--kv-compression-min-keep", "64"],
-            "kv_compression: StreamingLLM.* keeps 10 tokens, below",
+            "kv_compression.budget: 'streamingllm' keeps 10 tokens, below",
         ),
         ([*ON, "--kv-gates", "FOLDER/ragged.json"], ".*ragged rows: layer 1 has 1 heads"),
         ([*ON, "--kv-gates", "FOLDER/high.json"], r".*head 1: 1.5 is not in \[0, 1\]"),
@@ -287,6 +287,14 @@ def test_flags_that_argparse_refuses(argv: list[str], capsys: pytest.CaptureFixt
     with pytest.raises(SystemExit):
         options(*argv)
     assert f"argument {argv[0]}: invalid " in capsys.readouterr().err
+
+
+def test_help_says_what_presets_were_tuned_on() -> None:
+    parser = argparse.ArgumentParser()
+    add_flags(parser)
+    text = " ".join(parser.format_help().split())
+    for name, preset in PRESETS.items():
+        assert f"{name}: {preset.purpose} (tuned on {preset.tuned_on})" in text
 
 
 @pytest.mark.parametrize("name", PRESETS)

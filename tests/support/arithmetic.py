@@ -48,6 +48,26 @@ def stream_lengths(plan: FoldPlan, length: int, last: int) -> np.ndarray:
     return lengths + (length - at)
 
 
+def kept_tokens(plan: Plan, prompt: int, length: int, last: int | None = None) -> int:
+    """Tokens of a request's streams, mean: those that folds have left it, or, with a window, those
+    that the next query sees. Arguments as in `held_pages`."""
+    if isinstance(plan, WindowPlan):
+        if length < (plan.fold_at or 0):
+            return length
+        sinks, recent = plan.window
+        seen = sum(p < sinks or length - p <= recent for p in range(length))
+        streams, windowed = plan.geometry.num_streams, plan.num_windowed
+        return round((seen * windowed + length * (streams - windowed)) / streams)
+    if not isinstance(plan, FoldPlan):
+        return length
+    assert plan.fold_at is not None
+    if last is None:
+        last = length if length <= prompt else length - 1
+    if last < plan.fold_at:
+        return length
+    return round(float(stream_lengths(plan, length, last).mean()))
+
+
 def dropped_tokens(plan: Plan, prompt: int, length: int) -> float:
     """Tokens that were dropped by then, mean over the streams."""
     last = length if length <= prompt else length - 1

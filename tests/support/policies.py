@@ -28,6 +28,9 @@ OTHERS: dict[str, list[Any]] = {
     "decode_budget": [14, 6],
     "fold_at": [1, 30, 61],
     "threshold": [0.5],
+    "sparsity": [0.0, 1.0],
+    "sinks": [150],  # more than a law's prompt
+    "heavy": [0],
     "delta": [20],
     "beta": [1.0],
     "scores": ["window"],
@@ -60,15 +63,28 @@ def variants(method: str) -> list[dict[str, Any]]:
     """Parameter sets of a method: small ones, each choice, each optional parameter."""
     fields = {f.name: f for f in dataclasses.fields(methods()[method])}
     small = {key: value for key, value in SMALL.items() if key in fields}
-    found = [small]
+    found = [with_effect(method, small)]
     for name, field in fields.items():
         values = [v for v in field.metadata.get("choices", ()) if v != field.default]
         for value in values + OTHERS.get(name, []):
             drop = AMOUNTS if name == "keep_ratio" else ()
             candidate = {k: v for k, v in small.items() if k not in drop} | {name: value}
+            candidate = with_effect(method, candidate)
             if candidate not in found:
                 found.append(candidate)
     return [{"method": method, **params} for params in found]
+
+
+def with_effect(method: str, params: dict[str, Any]) -> dict[str, Any]:
+    """Those that do something beside the others; a policy refuses the rest."""
+    fields = {f.name: f for f in dataclasses.fields(methods()[method])}
+
+    def needed(key: str) -> bool:
+        other, *values = fields[key].metadata.get("needs", (key,))
+        value = params.get(other, fields[other].default)
+        return value in values if values else value is not None
+
+    return {key: value for key, value in params.items() if needed(key)}
 
 
 def all_variants() -> list[Compressor]:

@@ -10,7 +10,7 @@ from typing import Any
 from policies import random_policy
 
 from sglang_kv.benchmarks.server import generate_body
-from sglang_kv.compression import Geometry, Plan, parse_policy
+from sglang_kv.compression import Geometry, Plan, WindowPlan, parse_policy
 from sglang_kv.compression.gates import find_gates
 
 POOL, CONTEXT, CHUNK = 1376, 2048, 256
@@ -127,6 +127,8 @@ class Traffic:
         if self.rng.random() < 0.4:
             custom = body.get("sampling_params", body)["custom_params"]
             custom["kv_pressure"] = self.rng.choice(["retract", "retract", "evict"])
+            if isinstance(plan_of(custom["kv_compression"], 100), WindowPlan):
+                custom["kv_pressure"] = "retract"  # evict takes nothing from it, and is refused
         return body
 
     def new_tokens(self) -> int:
