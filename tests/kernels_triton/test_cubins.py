@@ -1,10 +1,12 @@
 """Kernels compiled for GPUs that are not here: what they take may not grow unnoticed.
 
-A few of them; `benchmarks/triton_cubins.py` compiles all, and records what is compared with here.
+Every op, and every feature of one, is compiled for one of the architectures, so that what no longer
+compiles is seen; `benchmarks/triton_cubins.py` compiles all for all, and records what is compared
+with here.
 """
 
 import json
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -18,14 +20,41 @@ TOLERANCE = 0.1
 
 FEW = [
     (80, Case("decode", dtype="float8_e4m3fn")),
+    (80, Case("decode", page_size=1)),
+    (80, Case("extend", dtype="float16")),
+    (80, Case("column_sums", dtype="float8_e4m3fn")),
+    (80, Case("append", option="decode")),
+    (80, Case("append", dtype="float8_e5m2")),
+    (80, Case("gather", head_dim=80)),
+    (80, Case("rope", option="halves")),
+    (80, Case("turn_keys", dtype="float8_e4m3fn")),
     (90, Case("decode")),
+    (90, Case("decode", option="scores")),
+    (90, Case("decode", head_dim=96)),
     (90, Case("extend", head_dim=64, group=3)),
+    (90, Case("column_sums", option="decode")),
     (90, Case("append", dtype="float8_e4m3fn")),
     (90, Case("gather")),
+    (90, Case("turn_keys")),
     (90, Case("turned_queries")),
+    (100, Case("decode", option="sink_q")),
+    (100, Case("decode", group=7)),
+    (100, Case("extend", option="soft_cap")),
     (100, Case("column_sums", head_dim=64)),
+    (100, Case("column_sums", head_dim=256)),
+    (100, Case("append")),
+    (100, Case("rope", option="neighbours")),
     (100, Case("turn_keys", dtype="float8_e5m2")),
 ]
+
+
+def features(cases: list[Case]) -> dict[str, set[object]]:
+    """The values of each field of a case."""
+    return {field.name: {getattr(case, field.name) for case in cases} for field in fields(Case)}
+
+
+def kernels(cases: list[Case]) -> set[str]:
+    return {ran.kernel.__name__ for case in cases for ran in case.launches(90)}
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +84,17 @@ def test_kernels_take_no_more_than_recorded(
     assert case in CASES
     for name, found in measure(case, arch).items():
         assert not regressions(found, recorded[arch][name]), name
+
+
+def test_the_few_are_of_every_kind() -> None:
+    """Each op, kernel and feature of all cases is compiled here; attention and what scores,
+    appends and turns keys, on each architecture."""
+    few = [case for _, case in FEW]
+    assert features(few) == features(CASES)
+    assert kernels(few) == kernels(CASES)
+    for arch in ARCHITECTURES:
+        ops = {case.op for at, case in FEW if at == arch}
+        assert ops >= {"decode", "extend", "column_sums", "append", "turn_keys"}
 
 
 def test_everything_is_recorded(recorded: dict[int, dict[str, dict[str, int]]]) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 pytest.importorskip("sglang")
 
 from ledger_harness import CONTEXT, HEADS, LAYERS, Harness, Req
-from policies import label, variants
+from policies import label, small_policy
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache import kv_cache_configurator, kv_cache_dtype
 from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
@@ -34,11 +34,7 @@ from sglang_kv.namespaces import Sharing
 DIM, GROUP, PAGE, POOL = 64, 2, 16, 1024
 SCALES = [Scales(0.5, 3.0), Scales(0.11, 0.7)]
 DTYPES = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
-# Positions in the cache take a model's rotary embedding, and change no page.
-WHERE: dict[str, Any] = {"streamingllm": {"positions": "original"}}
-SMALL: list[Compressor] = [
-    parse_policy(variants(method)[0] | WHERE.get(method, {})) for method in methods()
-]
+SMALL = [small_policy(method) for method in methods()]
 
 
 @pytest.fixture(autouse=True)
@@ -194,7 +190,7 @@ def test_every_method(policy: Compressor, dtype: torch.dtype) -> None:
             h.decode(req, token)
         h.release(req, publish=True)
     assert h.forwards >= 17
-    assert (h.scored > 0) == (policy.name in ("snapkv", "pyramidkv", "h2o"))
+    assert (h.scored > 0) == policy.scores_tokens
 
 
 def test_a_page_takes_half_of_a_bf16_one() -> None:

@@ -17,6 +17,7 @@ from serving import PAGE_BYTES, PAGE_TOKENS, STREAMS
 from warm import WarmServer
 
 from sglang_kv.benchmarks.server import Server, generate_body
+from sglang_kv.compression import method_names
 
 pytestmark = pytest.mark.server
 
@@ -32,7 +33,9 @@ ENV = {"OMP_WAIT_POLICY": "PASSIVE"}
 POOL = ("head_pages_total", "kv_bytes_total")
 #: Logprobs nearer than this are a tie, between paths whose attention is compared to 1e-4.
 TIE = 1e-3
-METHODS = ("none", "streamingllm", "h2o", "snapkv", "pyramidkv", "duoattention")
+METHODS = method_names()
+#: Each method at least twice.
+MIXED = max(12, 2 * len(METHODS))
 
 
 def environment(folder: Path, *, check: bool) -> dict[str, str]:
@@ -49,7 +52,7 @@ def requests(text: list[int], count: int, longest: int, new_tokens: int) -> list
     for i in range(count):
         length = rng.choice([rng.randint(1, 40), rng.randint(40, longest), longest])
         start = rng.randrange(len(text) - length)
-        policy = small[METHODS[i % 6]] if i < 12 else random_policy(rng)
+        policy = small[METHODS[i % len(METHODS)]] if i < MIXED else random_policy(rng)
         bodies.append(
             generate_body(
                 text[start : start + length],
@@ -76,7 +79,7 @@ def test_every_layer_is_the_cpp_paths(
     demo_model: Path, text_ids: list[int], tmp_path: Path, kv_dtype: str
 ) -> None:
     """With pages of the model's own dtype, fp32, and of 8 bits."""
-    bodies = requests(text_ids, 12, longest=300, new_tokens=14)
+    bodies = requests(text_ids, MIXED, longest=300, new_tokens=14)
     env = environment(tmp_path, check=True)
     flags = [*FLAGS, *FLASHINFER, "--kv-cache-dtype", kv_dtype, "--enable-metrics"]
     with WarmServer(demo_model, *flags, env=env) as server:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import random
 from typing import Any
 
@@ -14,7 +16,7 @@ from arithmetic import kept_tokens
 from ledger_harness import HEADS, LAYERS, Harness, Req
 from policies import all_variants, full_budget, label
 
-from sglang_kv.compression import Compressor, FoldPlan, WindowPlan, parse_policy
+from sglang_kv.compression import Compressor, FoldPlan, Plan, WindowPlan, parse_policy
 from sglang_kv.compression.base import methods
 from sglang_kv.kernels.layout import KV_LEN
 
@@ -110,13 +112,42 @@ def test_a_prefill_stays_below_its_promised_peak(policy: Compressor, page_size: 
             h.admit(Req([*PROMPT, *range(answer)], NONE))
 
 
+def promised(plan: Any) -> tuple[int, int]:
+    """First and newest tokens that every stream keeps, beside the token that is computed."""
+    if isinstance(plan, WindowPlan):
+        return plan.window.num_sinks, plan.window.window_left
+    if not isinstance(plan, FoldPlan):
+        return 0, len(PROMPT) + 20
+    assert plan.policy is not None
+    given = plan.policy.parameters  # with the plan's own amounts in place of a ratio
+    newest = given.get("recent") or given.get("window") or 0
+    return given.get("sinks") or 0, newest - 1  # a fold's newest is the token just computed
+
+
 def test_newest_tokens_and_sinks_stay(policy: Compressor) -> None:
-    window = policy.parameters.get("recent") or policy.parameters.get("window") or 0
-    if policy.name == "h2o" and policy.parameters["recent"] is None:
-        window = 12  # what min_budget leaves to recent tokens
-    for position, kept in run(policy)[0]:
+    """In every stream after every forward and at every fold."""
+    h = Harness(pool_tokens=2048)
+    req = Req(PROMPT, policy)
+    h.admit(req)
+    state, found = req.sglang_kv, []
+    while req.extend_end < len(PROMPT) + 20:
+        if req.extend_end < len(PROMPT):
+            h.extend(req, 33)
+            h.checkpoint(req)
+        else:
+            h.decode(req, req.extend_end)
+        found.append((req.extend_end, {k: list(v) for k, v in h.kept[state].items()}))
+    found += [(position, kept) for _, position, kept in h.folds]
+    sinks, newest = promised(state.plan)
+    assert len(found) > 20
+    for position, kept in found:
+        assert len(kept) == LAYERS * HEADS
         for stream in kept.values():
-            assert set(range(position - window, position)) <= set(stream)
+            first = range(min(sinks, position))
+            assert set(first) | {*range(max(0, position - 1 - newest), position)} <= set(stream)
+    # The others do go: at the end some stream has lost a token, unless nothing is ever dropped.
+    lost = any(len(stream) < position for position, kept in found for stream in kept.values())
+    assert lost == (type(state.plan) is not Plan)
 
 
 def test_the_same_input_keeps_the_same_tokens(policy: Compressor) -> None:
@@ -195,10 +226,27 @@ def test_the_page_size_does_not_matter_where_tokens_are_kept(policy: Compressor)
 
 
 def test_parameters_say_who_it_is(policy: Compressor) -> None:
-    again = parse_policy(
-        {"method": policy.name, **{k: v for k, v in policy.parameters.items() if v is not None}}
-        if policy.name not in ("h2o", "snapkv", "pyramidkv", "duoattention")
-        else {"method": policy.name}
-    )
-    assert again.name == policy.name
-    assert np.array_equal(sorted(methods()), sorted({p.name for p in POLICIES}))
+    """What differs from the defaults makes the same policy again, and nothing else does."""
+    default = methods()[policy.name]()
+    given = {k: v for k, v in policy.parameters.items() if v != getattr(default, k)}
+    asked = {k: v for k, v in given.items() if v is not None}  # None: another one took its place
+    again = parse_policy(json.loads(json.dumps({"method": policy.name, **asked})))
+    assert again == policy
+    assert (repr(again), hash(again)) == (repr(policy), hash(policy))
+    assert again.parameters == policy.parameters
+    others = [other for other in POLICIES if other is not policy]
+    assert policy not in others
+    assert repr(policy) not in {repr(other) for other in others}
+    for name, value in policy.parameters.items():
+        changed = dataclasses.replace(policy, **{name: "other" if value is None else None})
+        assert changed != policy
+        assert repr(changed) != repr(policy)
+
+
+def test_every_method_is_here(policy: Compressor) -> None:
+    """Each with a policy that drops something of the laws' prompt; `none` alone does not."""
+    of_method = [p for p in POLICIES if p.name == policy.name]
+    geometry = Harness(pool_tokens=2048).ledger.geometry
+    drops = [type(p.plan(len(PROMPT), geometry)) is not Plan for p in of_method]
+    assert {p.name for p in POLICIES} == set(methods())
+    assert any(drops) == (policy.name != "none")

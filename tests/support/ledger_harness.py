@@ -394,7 +394,10 @@ def paper_visible(state: RequestState, stream: tuple[int, int], t: int) -> list[
     whole = not isinstance(plan, WindowPlan) or t < (plan.fold_at or 0)
     if whole or (plan.windowed is not None and not plan.windowed[stream]):  # type: ignore[union-attr]
         return list(range(t + 1))
-    return [*_evicted_loop(policy.parameters["sinks"], policy.parameters["recent"], t), t]
+    window = plan.window  # type: ignore[union-attr]
+    asked = policy.parameters
+    sinks, recent = asked.get("sinks", window.num_sinks), asked.get("recent", window.window_left)
+    return [*_evicted_loop(sinks, recent, t), t]
 
 
 @cache

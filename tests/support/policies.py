@@ -35,6 +35,8 @@ OTHERS: dict[str, list[Any]] = {
     "beta": [1.0],
     "scores": ["window"],
     "norm": ["mean"],
+    # Their defaults are enough.
+    "head_floor": [],
 }
 #: What a random parameter is drawn from: integers between two bounds, or floats.
 RANGES: dict[str, tuple[Any, Any]] = {
@@ -59,14 +61,18 @@ RANGES: dict[str, tuple[Any, Any]] = {
 ALWAYS = ("budget", "heavy", "recent", "sinks")
 
 
+#: Tokens kept that drop most of a prompt of a hundred, and none of any test's.
+FEW, PLENTY = 40, 10_000
+
+
 def variants(method: str) -> list[dict[str, Any]]:
     """Parameter sets of a method: small ones, each choice, each optional parameter."""
     fields = {f.name: f for f in dataclasses.fields(methods()[method])}
-    small = {key: value for key, value in SMALL.items() if key in fields}
+    small = _fewest(method, {key: value for key, value in SMALL.items() if key in fields})
     found = [with_effect(method, small)]
     for name, field in fields.items():
         values = [v for v in field.metadata.get("choices", ()) if v != field.default]
-        for value in values + OTHERS.get(name, []):
+        for value in values + OTHERS.get(name, _unlisted(field)):
             drop = AMOUNTS if name == "keep_ratio" else ()
             candidate = {k: v for k, v in small.items() if k not in drop} | {name: value}
             candidate = with_effect(method, candidate)
@@ -85,6 +91,60 @@ def with_effect(method: str, params: dict[str, Any]) -> dict[str, Any]:
         return value in values if values else value is not None
 
     return {key: value for key, value in params.items() if needed(key)}
+
+
+def small_policy(method: str) -> Compressor:
+    """The first of `variants`, with tokens where they were: a change of positions takes a model's
+    rotary embedding, which most tests have not."""
+    known = {f.name: f.metadata.get("choices", ()) for f in dataclasses.fields(methods()[method])}
+    where = {"positions": "original"} if "original" in known.get("positions", ()) else {}
+    return parse_policy(variants(method)[0] | where)
+
+
+def _unlisted(field: dataclasses.Field[Any]) -> list[Any]:
+    """Two values of a number that no list here knows."""
+    if field.metadata.get("choices") or field.name in SMALL:
+        return []
+    low, high = bounds(field)
+    middle = (low + high) / 2 if isinstance(low, float) else (low + high) // 2
+    return [value for value in (low, middle) if value != field.default]
+
+
+def bounds(field: dataclasses.Field[Any]) -> tuple[Any, Any]:
+    """What a number is drawn from: as listed here, else from what its field says."""
+    if field.name in RANGES:
+        return RANGES[field.name]
+    low, default = field.metadata.get("min", 0), field.default or 0
+    if "float" in str(field.type):
+        return float(low), float(field.metadata.get("max", max(1.0, 2 * low, 2 * default)))
+    return int(low), int(field.metadata.get("max", low + min(2 * default or 64, 300)))
+
+
+def _fewest(method: str, params: dict[str, Any]) -> dict[str, Any]:
+    """`params`, and few of whatever amount no list here knows, if the method kept much."""
+    kept = _amount(method, params)
+    if kept is None or kept <= FEW:
+        return params
+    return _towards(method, params, FEW)
+
+
+def _towards(method: str, params: dict[str, Any], wanted: int) -> dict[str, Any]:
+    """`params` and those unlisted numbers which bring `_amount` nearer to `wanted`."""
+    for field in dataclasses.fields(methods()[method]):
+        if field.name in params or "choices" in field.metadata or "max" in field.metadata:
+            continue
+        candidate = params | {field.name: max(wanted // 2, field.metadata.get("min", 0))}
+        with contextlib.suppress(PolicyError):
+            before, after = (_amount(method, given) for given in (params, candidate))
+            if before is not None and after is not None:
+                params = candidate if abs(after - wanted) < abs(before - wanted) else params
+    return params
+
+
+def _amount(method: str, params: dict[str, Any]) -> int | None:
+    """Fewest tokens that the policy's parameters name; None: they name none."""
+    policy = parse_policy({"method": method, **with_effect(method, params)})
+    return min(policy.amounts.values(), default=None)
 
 
 def all_variants() -> list[Compressor]:
@@ -117,14 +177,17 @@ def random_policy(rng: random.Random) -> dict[str, Any]:
 def _random_value(rng: random.Random, field: dataclasses.Field[Any]) -> Any:
     if choices := field.metadata.get("choices"):
         return rng.choice(choices)
-    low, high = RANGES[field.name]
+    low, high = bounds(field)
     return rng.uniform(low, high) if isinstance(low, float) else rng.randint(low, high)
 
 
 def full_budget(method: str) -> Compressor:
     """A policy whose budget covers every test's length."""
-    fields = {f.name for f in dataclasses.fields(methods()[method])}
-    large = {k: 10_000 for k in ("budget", "recent", "heavy") if k in fields}
+    fields = {f.name: f for f in dataclasses.fields(methods()[method])}
+    large = {k: PLENTY for k in ("budget", "recent", "heavy") if k in fields}
+    kept = _amount(method, large)
+    if kept is not None and kept < PLENTY:
+        large = _towards(method, large, 2 * PLENTY)
     return parse_policy({"method": method, **large})
 
 

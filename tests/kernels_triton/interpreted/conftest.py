@@ -2,36 +2,16 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import cycle
-from typing import Any
 
 import pytest
 import torch
-from triton.runtime import interpreter
+from quick_interpreter import swap_language_once
 
 from sglang_kv.kernels.layout import PagedStreams, allocate_pages
 
 DENSE = (0, 0, -1)
 
-
-@pytest.fixture(autouse=True, scope="session")
-def _language_swapped_once() -> Iterator[None]:
-    """Have the interpreter swap `triton.language` once per kernel and module, not at every call.
-
-    That is half of the time. What a kernel's start swaps holds for the functions that it calls;
-    modules of Triton's own stay swapped.
-    """
-    swapped: set[int] = set()
-
-    def call(function: Any, *args: Any, **kwargs: Any) -> Any:
-        module = id(function.fn.__globals__)
-        if module not in swapped:
-            swapped.add(module)
-            interpreter._patch_lang(function.fn)  # noqa: SLF001
-        return function.rewrite()(*args, **kwargs)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(interpreter.InterpretedFunction, "__call__", call)
-        yield
+swap_language_once()
 
 
 @pytest.fixture(autouse=True)
