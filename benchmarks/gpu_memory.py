@@ -123,7 +123,7 @@ def different_bits(found: Tensor, expected: Tensor) -> float:
 
 
 def check_rotate(where: Where) -> Iterator[list[Finding]]:
-    """`apply_rope`, `turned_queries` and `turn_keys`, by a table that turns forth or back."""
+    """`turned_queries` and `turn_keys`, by a table that turns forth or back."""
     for dtype, rotary_dim, head_dim, halves in TURNED:
         kind = "halves" if halves else "neighbours"
         name = f"triton rotate {kind} {rotary_dim} of {head_dim} {_name(dtype)}".rstrip()
@@ -147,10 +147,8 @@ def _rotate_rows(
     exact = turned(x.cpu(), table[positions][:, None], halves)
     given = (positions.to(where.device), table.to(where.device))
     style = {"is_neox_style": halves}
-    rotate = gpu_streams.triton("rotate")
-    yield " turned_queries", worse(rotate.turned_queries(x, *given, **style), exact), ROUNDING
-    rotate.apply_rope(x.view(rows, -1), *given, head_dim, **style)
-    yield " apply_rope", worse(x, exact), ROUNDING
+    turned_queries = gpu_streams.triton("rotate").turned_queries
+    yield "", worse(turned_queries(x, *given, **style), exact), ROUNDING
 
 
 def _turn_keys(

@@ -81,7 +81,6 @@ CASES = [
     *(Case("append", dtype=d) for d in ("bfloat16", "float8_e4m3fn", "float8_e5m2")),
     Case("append", option="decode"),
     *(Case("gather", head_dim=d) for d in (80, 128)),
-    *(Case("rope", option=o) for o in ("halves", "neighbours")),
     *(Case("turn_keys", dtype=d) for d in ("bfloat16", "float8_e4m3fn", "float8_e5m2")),
     Case("turned_queries"),
 ]
@@ -114,13 +113,6 @@ def _call(case: Case) -> None:
         ),
         "append": lambda: transfer.append(k, k, indptr, streams, 1),
         "gather": lambda: transfer.gather(pages, *(ints[:n].long() for n in (2, 1, 2, 1, 2, 1))),
-        "rope": lambda: rotate.apply_rope(
-            q.flatten(1),
-            ints[:2].long(),
-            angles,
-            case.head_dim,
-            is_neox_style=case.option == "halves",
-        ),
         "turn_keys": lambda: rotate.turn_keys(pages, ints[:1].long(), 3, angles),
         "turned_queries": lambda: rotate.turned_queries(q, ints[:2].long(), angles),
     }

@@ -241,3 +241,31 @@ def gather(
         for j, index in enumerate(keep_indices[keep_indptr[i] : keep_indptr[i + 1]].tolist()):
             source = pages[src[index // page_size], :, index % page_size]
             pages[dst[j // page_size], :, j % page_size] = source
+
+
+def turned(heads: Tensor, cos_sin: Tensor, is_neox_style: bool = True) -> Tensor:
+    """Rotary embedding in fp32, by complex numbers: a pair is one, turned by multiplying.
+
+    `heads` is [..., head_dim]; `cos_sin`, one row of `rotate.turned_queries`' table for each or
+    for all, [..., rotary_dim].
+    """
+    width = cos_sin.shape[-1]
+    by = torch.complex(*cos_sin.chunk(2, -1))
+    x = heads[..., :width].float()
+    if is_neox_style:
+        pairs = torch.complex(*x.chunk(2, -1)) * by
+        x = torch.cat((pairs.real, pairs.imag), -1)
+    else:
+        pairs = torch.view_as_complex(x.reshape(*x.shape[:-1], -1, 2)) * by
+        x = torch.view_as_real(pairs).flatten(-2)
+    return torch.cat((x, heads[..., width:].float()), -1)
+
+
+def beyond_rounding(stored: Tensor, exact: Tensor) -> Tensor:
+    """By how much `stored` is further from fp32 `exact` than rounding may put it: at most 0 if it
+    is within half a unit of the last place of its dtype. What is too large is to be the largest.
+    """
+    info = torch.finfo(stored.dtype)
+    exact = exact.clamp(-info.max, info.max)
+    power = exact.abs().clamp(min=info.smallest_normal).log2().floor()
+    return (stored.float() - exact).abs() - info.eps * torch.exp2(power) / 2

@@ -155,7 +155,7 @@ class HeadPageAttnBackend(AttentionBackend):
         if self._sink_distance is not None:
             seen_by_sinks = self.rotary.sink_queries(query, self._sink_distance, index)
         out, lse = self._attend(query, index, seen_by_sinks, options)
-        if self._scored is not None:
+        if self._scored is not None and lse is not None:
             self.kernels.column_sums(
                 query,
                 self._indptr,
@@ -179,14 +179,21 @@ class HeadPageAttnBackend(AttentionBackend):
         sink_q: torch.Tensor | None,
         options: dict[str, Any],
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Attention of the new tokens in one layer; the lse where tokens are scored."""
-        options = {**options, **self.scales[index]}
-        options |= {"sink_q": sink_q, "return_lse": self._scored is not None}
-        if self._indptr is None:
-            done = self.kernels.decode(query, self._streams, index, **options)
-        else:
+        """Attention of the new tokens in one layer, and the lse that their scores are still to be
+        summed by; None: nobody is scored, or the sums have been made."""
+        options = {**options, **self.scales[index], "sink_q": sink_q}
+        scored = self._scored
+        if self._indptr is not None:
+            options["return_lse"] = scored is not None
             done = self.kernels.extend(query, self._indptr, self._streams, index, **options)
-        return done if self._scored is not None else (done, None)
+        elif scored is not None and self.kernels.scores_in_decode:
+            # A slot says that the one query of its request counts: `first_query` is 0 there.
+            scores = {"scores": self.ledger.folder.scores.values, "score_slots": scored.slots}
+            return self.kernels.decode(query, self._streams, index, **options, **scores), None
+        else:
+            options["return_lse"] = scored is not None
+            done = self.kernels.decode(query, self._streams, index, **options)
+        return done if scored is not None else (done, None)
 
     def support_triton(self) -> bool:
         return self.device.type == "cuda"

@@ -109,6 +109,8 @@ class DeviceAttnBackend(HeadPageAttnBackend):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         if not self._planned:
             return super()._attend(query, index, sink_q, options)
+        # FlashInfer gives no weights, only the lse: the column sums of a decode step stay a pass
+        # of Triton's, which reads the keys once more. Triton's own decode needs none.
         out, lse = self.flashinfer.run(
             query, index, sink_q=sink_q, return_lse=self._scored is not None
         )

@@ -20,7 +20,11 @@ BACKENDS = (AUTO, FLASHINFER, TRITON)
 
 @dataclass(frozen=True)
 class Kernels:
-    """The ops of one device, with the signatures of `sglang_kv.kernels`."""
+    """The ops of one device, with the signatures of `sglang_kv.kernels`.
+
+    ``scores_in_decode``: `decode` also takes ``scores`` and ``score_slots``, and does by the way
+    what `column_sums` after it would have to read the keys again for.
+    """
 
     name: str
     decode: Callable[..., Any]
@@ -28,6 +32,9 @@ class Kernels:
     append: Callable[..., None]
     gather: Callable[..., None]
     column_sums: Callable[..., None]
+    turned_queries: Callable[..., Any]
+    turn_keys: Callable[..., None]
+    scores_in_decode: bool
 
 
 @functools.cache
@@ -37,12 +44,20 @@ def kernels_of(device_type: str) -> Kernels:
     if device_type not in folders:
         raise ValueError(f"device: no kernels for {device_type!r}; cpu and cuda have some")
     name, folder = folders[device_type]
-    attends, moves, sums = (
+    attends, moves, sums, turns = (
         importlib.import_module(f"sglang_kv.kernels{folder}.{module}")
-        for module in ("attention", "transfer", "scores")
+        for module in ("attention", "transfer", "scores", "rotate")
     )
     return Kernels(
-        name, attends.decode, attends.extend, moves.append, moves.gather, sums.column_sums
+        name,
+        attends.decode,
+        attends.extend,
+        moves.append,
+        moves.gather,
+        sums.column_sums,
+        turns.turned_queries,
+        turns.turn_keys,
+        scores_in_decode=device_type == "cuda",
     )
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from sglang_kv.compression import PolicyError
-from sglang_kv.kernels.elementwise import apply_rope
+from sglang_kv.kernel_paths import Kernels, kernels_of
 
 #: SGLang's classes whose angles are fixed; looked up by name, the exact class.
 _FIXED = {
@@ -59,25 +59,20 @@ class TurnBack:
         cos, sin = (table / table[0, 0]).chunk(2, dim=-1)  # without yarn's factor on magnitudes
         return cls(torch.cat((cos, -sin), dim=-1).to(device), bool(rope.is_neox_style))
 
-    def turn(self, heads: Tensor, distances: Tensor) -> None:
-        """Turn heads back, in place.
+    def queries(self, query: Tensor, distances: Tensor) -> Tensor:
+        """Queries turned back, a new tensor: `kernels.rotate.turned_queries` of their device."""
+        turned: Tensor = self._kernels.turned_queries(
+            query, distances, self.cos_sin, is_neox_style=self.halves
+        )
+        return turned
 
-        - `heads`: bf16 or fp32 [rows, num_heads, head_dim], contiguous
-        - `distances`: int64 [rows], in positions
-        """
-        width = self.cos_sin.shape[-1]
-        if self.halves and width % 32 == 0 and heads.device.type == "cpu":
-            apply_rope(heads.view(len(heads), -1), distances, self.cos_sin, heads.shape[-1])
-            return
-        cos, sin = self.cos_sin[distances].unsqueeze(1).chunk(2, dim=-1)
-        turned = heads[..., :width].float()
-        if self.halves:
-            a, b = turned.chunk(2, dim=-1)
-            turned = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
-        else:
-            a, b = turned[..., ::2], turned[..., 1::2]
-            turned = torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)
-        heads[..., :width] = turned.to(heads.dtype)
+    def keys(self, pages: Tensor, ids: Tensor, distance: int) -> None:
+        """The keys of pages turned back, in place: `kernels.rotate.turn_keys` of their device."""
+        self._kernels.turn_keys(pages, ids, distance, self.cos_sin, is_neox_style=self.halves)
+
+    @property
+    def _kernels(self) -> Kernels:
+        return kernels_of(self.cos_sin.device.type)
 
 
 class Rotary:
@@ -122,22 +117,14 @@ class Rotary:
     def sink_queries(self, query: Tensor, distances: Tensor, layer: int) -> Tensor | None:
         """Queries as sinks see them, [tokens, num_heads, head_dim]; None: as everything else."""
         turn_back = self.layers[layer]
-        if turn_back is None:
-            return None
-        turned = query.clone(memory_format=torch.contiguous_format)
-        turn_back.turn(turned, distances)
-        return turned
+        return None if turn_back is None else turn_back.queries(query, distances)
 
     def turn_keys(self, pages: Tensor, ids: Tensor, distance: int) -> None:
         """Turn the keys of whole pages back, in place.
 
-        - `pages`: the pool, [num_pages, 2, page_size, head_dim]
+        - `pages`: the pool, [num_pages, 2, page_size, head_dim], of any dtype that it can have
         - `ids`: int64 [layers, n], the pages of each layer
         """
-        head_dim = pages.shape[-1]
         for turn_back, of_layer in zip(self.layers, ids, strict=True):
-            if turn_back is None:
-                continue
-            keys = pages[of_layer, 0].view(-1, 1, head_dim)
-            turn_back.turn(keys, torch.full((len(keys),), distance, device=keys.device))
-            pages[of_layer, 0] = keys.view(len(of_layer), -1, head_dim)
+            if turn_back is not None:
+                turn_back.keys(pages, of_layer, distance)

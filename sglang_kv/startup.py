@@ -70,6 +70,20 @@ def fill_defaults(server_args: Any, previous: Callable[[Any], None]) -> None:
         # Children that are started without these arguments still find the options.
         options.attach(server_args)
     previous(server_args)
+    if options.active:
+        _size_pools_once(server_args)
+
+
+def _size_pools_once(server_args: Any) -> None:
+    """No pools that are sized anew after graphs are captured: head pages are one tensor, made once.
+
+    Before SGLang divides the GPU's memory, where it would leave out what graphs take.
+    """
+    from sglang.srt.arg_groups.model_override_base import resolving_view
+    from sglang.srt.environ import envs
+
+    if resolving_view(server_args).device == "cuda":
+        envs.SGLANG_ENABLE_POST_CAPTURE_KV_SIZING.set(False)
 
 
 def settle_gpu(server_args: Any, previous: Callable[[Any], None]) -> None:
@@ -85,8 +99,6 @@ def settle_gpu(server_args: Any, previous: Callable[[Any], None]) -> None:
     view = resolving_view(server_args)
     if view.device != "cuda":
         return
-    # Pools that are sized anew after graphs are captured: the head pages are one tensor, made once.
-    envs.SGLANG_ENABLE_POST_CAPTURE_KV_SIZING.set(False)
     # It would record what the host has to do before each replay.
     envs.SGLANG_ENABLE_METADATA_GLUE_GRAPH.set(False)
     if view.cuda_graph_config is not None:  # a prefill's launches follow from its batch

@@ -1,7 +1,4 @@
-"""Rotary embedding on a GPU: of rows, as `kernels.elementwise` has it, and of cached keys.
-
-With cosines and negated sines these turn back; `sglang_kv.rotary` says why.
-"""
+"""Rotary embedding moved on, on a GPU: the ops of `kernels.rotate`."""
 
 from __future__ import annotations
 
@@ -15,18 +12,13 @@ from sglang_kv.kernels.triton.launch import launch
 from sglang_kv.kernels.triton.rotate_kernels import rotate_rows, turn_page
 
 
-def apply_rope(
-    x: Tensor,
-    positions: Tensor,
-    cos_sin_cache: Tensor,
-    head_dim: int,
-    *,
-    is_neox_style: bool = True,
-) -> None:
-    """Rotate every head of `x` in place.
+def turned_queries(
+    q: Tensor, distances: Tensor, cos_sin_cache: Tensor, *, is_neox_style: bool = True
+) -> Tensor:
+    """Queries, each turned by its own distance: a new tensor.
 
-    - `x`: bf16, fp16 or fp32 [rows, heads * head_dim]; rows at any stride
-    - `positions`: int32 or int64 [rows]
+    - `q`: bf16, fp16 or fp32 [tokens, num_heads, head_dim]; any strides but the last
+    - `distances`: int32 or int64 [tokens], rows of `cos_sin_cache`; not checked
     - `cos_sin_cache`: fp32 [positions, rotary_dim], cosines before sines; rotary_dim even, at most
       `head_dim`; dimensions beyond it stay
     - `is_neox_style`: the first half of the rotated dimensions goes with the second; else
@@ -34,27 +26,36 @@ def apply_rope(
 
     Raises ValueError, naming the argument.
     """
-    require(x.dim() == 2, f"x must have 2 dimensions, not {x.dim()}")
-    require(x.stride(1) == 1, "x must be contiguous in its last dimension")
-    require(x.shape[1] % head_dim == 0, f"x has {x.shape[1]} columns, head_dim is {head_dim}")
-    heads = x.view(len(x), x.shape[1] // head_dim, head_dim)
-    _rotate(heads, heads, positions, cos_sin_cache, is_neox_style)
-
-
-def turned_queries(
-    q: Tensor, distances: Tensor, cos_sin_cache: Tensor, *, is_neox_style: bool = True
-) -> Tensor:
-    """Queries, each turned by its own distance: a new tensor.
-
-    - `q`: bf16, fp16 or fp32 [tokens, num_heads, head_dim]; any strides but the last
-    - `distances`: int32 or int64 [tokens], rows of `cos_sin_cache`
-
-    The others, and the errors, are those of `apply_rope`.
-    """
     require(q.dim() == 3, f"q must have 3 dimensions, not {q.dim()}")
     require(q.stride(2) == 1, "q must be contiguous in its last dimension")
+    rows, num_heads, head_dim = q.shape
+    _require_float(_is_float(q), "q")
+    _require_positions(distances, "distances", q.device)
+    require(distances.shape == (rows,), f"distances is {list(distances.shape)}, q has {rows} rows")
+    rotary_dim = _rotary_dim(cos_sin_cache, head_dim, q.device)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    _rotate(q, out, distances, cos_sin_cache, is_neox_style)
+    pairs = triton.next_power_of_2(rotary_dim // 2)
+    heads = min(triton.next_power_of_2(num_heads), max(1024 // pairs, 1))
+    launch(
+        rotate_rows,
+        (rows, -(-num_heads // heads)),
+        x_ptr=q,
+        out_ptr=out,
+        positions_ptr=distances.contiguous(),
+        cos_sin_ptr=cos_sin_cache,
+        x_stride_n=q.stride(0),
+        x_stride_h=q.stride(1),
+        out_stride_n=out.stride(0),
+        out_stride_h=out.stride(1),
+        num_heads=num_heads,
+        HEAD_DIM=head_dim,
+        BLOCK_D=triton.next_power_of_2(head_dim),
+        ROTARY_DIM=rotary_dim,
+        BLOCK_PAIRS=pairs,
+        HEADS=heads,
+        NEOX=is_neox_style,
+        num_warps=4,
+    )
     return out
 
 
@@ -72,7 +73,7 @@ def turn_keys(
     - `page_ids`: int32 or int64, any shape, no two the same; not checked
     - `distance`: a row of `cos_sin_cache`
 
-    `cos_sin_cache`, `is_neox_style` and the errors are those of `apply_rope`.
+    `cos_sin_cache`, `is_neox_style` and the errors are those of `turned_queries`.
     """
     checks.require_pages(pages)
     _require_float(pages.dtype in checks.FP8_FORMATS or _is_float(pages), "pages")
@@ -95,39 +96,6 @@ def turn_keys(
         PAGE_SIZE=pages.shape[2],
         NEOX=is_neox_style,
         **written,
-        num_warps=4,
-    )
-
-
-def _rotate(
-    x: Tensor, out: Tensor, positions: Tensor, cos_sin_cache: Tensor, is_neox_style: bool
-) -> None:
-    rows, num_heads, head_dim = x.shape
-    _require_float(_is_float(x), "x")
-    _require_positions(positions, "positions", x.device)
-    require(positions.shape == (rows,), f"positions is {list(positions.shape)}, x has {rows} rows")
-    rotary_dim = _rotary_dim(cos_sin_cache, head_dim, x.device)
-    pairs = triton.next_power_of_2(rotary_dim // 2)
-    heads = min(triton.next_power_of_2(num_heads), max(1024 // pairs, 1))
-    launch(
-        rotate_rows,
-        (rows, -(-num_heads // heads)),
-        x_ptr=x,
-        out_ptr=out,
-        positions_ptr=positions.contiguous(),
-        cos_sin_ptr=cos_sin_cache,
-        x_stride_n=x.stride(0),
-        x_stride_h=x.stride(1),
-        out_stride_n=out.stride(0),
-        out_stride_h=out.stride(1),
-        num_heads=num_heads,
-        HEAD_DIM=head_dim,
-        BLOCK_D=triton.next_power_of_2(head_dim),
-        ROTARY_DIM=rotary_dim,
-        BLOCK_PAIRS=pairs,
-        HEADS=heads,
-        NEOX=is_neox_style,
-        IN_PLACE=x is out,
         num_warps=4,
     )
 

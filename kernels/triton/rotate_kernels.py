@@ -39,7 +39,6 @@ def rotate_rows(
     BLOCK_PAIRS: tl.constexpr,
     HEADS: tl.constexpr,
     NEOX: tl.constexpr,
-    IN_PLACE: tl.constexpr,
 ):
     """Grid [rows, blocks of heads]."""
     row = tl.program_id(0).to(tl.int64)
@@ -59,7 +58,7 @@ def rotate_rows(
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     tl.store(target + first[None, :], round_to(a, dtype), mask=mask)
     tl.store(target + second[None, :], round_to(b, dtype), mask=mask)
-    if not IN_PLACE and ROTARY_DIM < HEAD_DIM:
+    if ROTARY_DIM < HEAD_DIM:
         dims = tl.arange(0, BLOCK_D)[None, :]
         mask = exists & (dims >= ROTARY_DIM) & (dims < HEAD_DIM)
         tl.store(target + dims, tl.load(source + dims, mask=mask, other=0.0), mask=mask)

@@ -66,11 +66,10 @@ def test_the_dry_run_passes(root: Path, tmp_path: Path) -> None:
     assert goals == ["goal 85% of the copy at 1 x 64", bytes_predict]
     found = json.loads((tmp_path / "correctness.json").read_text())
     assert all(apart <= most for apart, most in found.values())
-    ops = ("decode", "extend", "decode scores", "column_sums", "append", "gather", "turn_keys")
+    ops = ("decode", "extend", "decode scores", "column_sums", "append", "gather", "rotate")
+    ops += ("turn_keys",)
     for start in (*(f"triton {op} " for op in ops), "flashinfer decode", "flashinfer extend"):
         assert any(name.startswith(start) for name in found), start
-    for end in ("turned_queries", "apply_rope"):
-        assert any(name.endswith(end) for name in found), end
     row = json.loads((tmp_path / "decode.json").read_text())[0]
     assert {f"{path} 1/{n}" for path in ("flashinfer", "triton") for n in (1, 4, 8)} < set(row)
     assert len(json.loads((tmp_path / "graphs.json").read_text())) == 3
@@ -154,13 +153,6 @@ class Kernels:
         out = gpu_memory.turned(x, table[positions][:, None], halves).to(x.dtype)
         return out * (1 + 2**-7) if self.fault == "one bit" else out
 
-    def apply_rope(
-        self, x: Tensor, positions: Tensor, table: Tensor, head_dim: int, **style: bool
-    ) -> None:
-        heads = x.view(len(x), -1, head_dim)
-        if self.fault != "in place":
-            heads.copy_(self.turned_queries(heads, positions, table, **style))
-
     def turn_keys(
         self, pages: Tensor, ids: Tensor, distance: int, table: Tensor, *, is_neox_style: bool
     ) -> None:
@@ -212,9 +204,8 @@ def test_right_kernels_pass(gpu_check: ModuleType, monkeypatch: pytest.MonkeyPat
         ("not a number", ["triton extend group 4 head_dim 128 page 16"]),
         ("values", ["triton append decode head_dim 80 page 1 float16"]),
         ("gathered values", ["triton gather head_dim 96 page 32 float8_e4m3fn"]),
-        ("neighbours", ["triton rotate neighbours 24 of 80 float16 turned_queries"]),
-        ("one bit", ["triton rotate halves 128 of 128 turned_queries"]),
-        ("in place", ["triton rotate halves 128 of 128 apply_rope"]),
+        ("neighbours", ["triton rotate neighbours 24 of 80 float16"]),
+        ("one bit", ["triton rotate halves 128 of 128"]),
         ("turned values", ["triton turn_keys head_dim 64 float8_e4m3fn"]),
     ],
 )

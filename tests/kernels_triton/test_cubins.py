@@ -101,8 +101,9 @@ def test_everything_is_recorded(recorded: dict[int, dict[str, dict[str, int]]]) 
     """Each case, on each architecture; and 16-bit attention up to 128 dimensions spills nowhere."""
     for arch in ARCHITECTURES:
         names = {f"{ran.kernel.__name__} {case}" for case in CASES for ran in case.launches(arch)}
-        assert set(recorded[arch]) == names
-        for name, kernel in recorded[arch].items():
+        assert names <= set(recorded[arch])  # which may have more: kernels that are gone
+        for name in names:
+            kernel = recorded[arch][name]
             if name.startswith(("attend_split", "merge_splits", "add_")):
                 assert kernel["spilled_bytes"] == 0, (arch, name)
 

@@ -11,52 +11,30 @@ import torch
 
 pytest.importorskip("sglang")
 
-from ledger_harness import HEADS, LAYERS, Harness, Req
-from paper_loop import RollingCache
+from cache_positions import (
+    DIM,
+    SCALINGS,
+    Engine,
+    paper,
+    plain_rotary,
+    rope_of,
+    rotate,
+    run,
+)
+from ledger_harness import Harness, Req
 from torch import Tensor, nn
 
 from sglang_kv.admission import _chunk_limit, check_request, growth_pages
 from sglang_kv.compression import PolicyError, WindowPlan, parse_policy
-from sglang_kv.kernels import attention, transfer
-from sglang_kv.kernels.layout import PagedStreams, allocate_pages
+from sglang_kv.kernels import reference
+from sglang_kv.kernels.layout import FP8_DTYPES
 from sglang_kv.rotary import Rotary, TurnBack
 from sglang_kv.streams import ANYWHERE
-
-DIM, GROUP = 64, 2
 
 
 @pytest.fixture(autouse=True)
 def _on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """SGLang decides at import whose rotary kernels it would use; here, its plain torch code."""
-    from sglang.srt.layers.rotary_embedding import base
-
-    monkeypatch.setattr(base, "_is_cpu", True)
-
-
-SCALINGS: dict[str, dict[str, Any] | None] = {
-    "none": None,
-    "llama3": {
-        "rope_type": "llama3",
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 64,
-    },
-    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128},
-    "linear": {"rope_type": "linear", "factor": 4.0},
-}
-
-
-def rope_of(scaling: str, *, halves: bool = True, rotary_dim: int = DIM) -> Any:
-    from sglang.srt.layers.rotary_embedding import get_rope
-
-    return get_rope(DIM, rotary_dim, 512, 10000, halves, SCALINGS[scaling], torch.float32)
-
-
-def rotate(rope: Any, x: Tensor, positions: Tensor) -> Tensor:
-    """[n, heads, head_dim] at those positions, by SGLang's own module."""
-    flat = x.reshape(len(x), -1).contiguous()
-    return rope.forward_native(positions, flat, flat.clone())[0].view(x.shape)
+    plain_rotary(monkeypatch)
 
 
 @pytest.mark.parametrize("scaling", SCALINGS)
@@ -68,7 +46,7 @@ def test_turned_back_is_rotated_less(scaling: str, halves: bool, rotary_dim: int
     positions = torch.arange(50) * 9
     distances = torch.tensor([random.Random(0).randint(0, int(p)) for p in positions])
     turned = rotate(rope, x, positions)
-    TurnBack.of(rope, 512).turn(turned, distances)
+    turned = TurnBack.of(rope, 512).queries(turned, distances)
     torch.testing.assert_close(turned, rotate(rope, x, positions - distances), atol=1e-4, rtol=0)
 
 
@@ -82,77 +60,6 @@ def test_what_cannot_be_turned_back_is_refused() -> None:
     with pytest.raises(PolicyError, match="ends at position 512"):
         TurnBack.of(rope_of("none"), 513)
     assert "do not show" in str(Rotary.of(nn.Linear(1, 1), range(1), 8).refusal)
-
-
-class Engine(Harness):
-    """The harness with real keys, values and attention, of tokens that are random vectors."""
-
-    def __init__(self, rope: Any, page_size: int, trained: int | None, **options: Any):
-        super().__init__(page_size=page_size, pool_tokens=1024, **options)
-        self.pages = allocate_pages(self.ledger.pool.num_pages, page_size, DIM, torch.float32)
-        self.ledger.folder.memory = self.pages
-        self.rope = rope
-        self.ledger.trained_length = trained
-        self.ledger.rotary = self.rotary = Rotary([TurnBack.of(rope, trained or 512)] * LAYERS)
-        self.told: list[int] = []
-        self.out: dict[int, Tensor] = {}
-
-    def _forward(self, req: Req, start: int, target: int) -> None:
-        ledger, slot = self.ledger, req.sglang_kv.slot
-        streams = PagedStreams(
-            self.pages,
-            ledger.streams.table_tensor,
-            ledger.streams.desc_tensor,
-            torch.tensor([slot], dtype=torch.int32),
-        )
-        indptr = torch.tensor([0, target - start], dtype=torch.int32)
-        positions = torch.arange(start, target) - int(ledger.streams.offset[slot])
-        last = int(ledger.streams.last_position[slot])
-        self.told += positions.tolist()
-        outs = []
-        for layer in range(LAYERS):
-            q, k, v = vectors(layer, range(start, target))
-            q, k = rotate(self.rope, q, positions), rotate(self.rope, k, positions)
-            transfer.append(k, v, indptr, streams, layer)
-            sink_q = self.rotary.sink_queries(q, (positions - last).clamp(min=0), layer)
-            out = attention.extend(q, indptr, streams, layer, sm_scale=0.125, sink_q=sink_q)
-            outs.append(out)
-        for i, t in enumerate(range(start, target)):
-            self.out[t] = torch.stack([out[i] for out in outs])
-
-
-def vectors(layer: int, positions: range) -> tuple[Tensor, Tensor, Tensor]:
-    """q [n, heads, head_dim], k and v [n, kv_heads, head_dim] before RoPE."""
-    found = [
-        torch.randn(3, HEADS * GROUP, DIM, generator=torch.Generator().manual_seed(t * 7 + layer))
-        for t in positions
-    ]
-    q, k, v = torch.stack(found).unbind(1)
-    return q, k[:, :HEADS], v[:, :HEADS]
-
-
-def paper(rope: Any, length: int, sinks: int, recent: int) -> Tensor:
-    """[length, layers, heads, head_dim]"""
-    caches = [RollingCache(sinks, recent) for _ in range(LAYERS)]
-    outs = []
-    for t in range(length):
-        of_layers = []
-        for layer, cache in enumerate(caches):
-            q, k, v = (x[0] for x in vectors(layer, range(t, t + 1)))
-            of_layers.append(cache.attend(q, k, v, lambda x, p: rotate(rope, x, p), 0.125))
-        outs.append(torch.stack(of_layers))
-    return torch.stack(outs)
-
-
-def run(engine: Engine, policy: dict[str, Any], length: int, prompt: int, chunk: int) -> Req:
-    req = Req(list(range(prompt)), parse_policy(policy))
-    engine.admit(req)
-    while req.extend_end < prompt:
-        engine.extend(req, chunk)
-        engine.checkpoint(req)
-    while req.extend_end < length:
-        engine.decode(req, req.extend_end)
-    return req
 
 
 @pytest.mark.parametrize("scaling", SCALINGS)
@@ -206,6 +113,57 @@ def test_a_window_over_shared_pages_moves_on_copies(chunk: int) -> None:
     for each in (first, req):
         engine.release(each, publish=True)
     engine.check_empty()
+
+
+@pytest.mark.parametrize("dtype", FP8_DTYPES, ids=["e4m3", "e5m2"])
+def test_pages_of_8_bits_move_down(dtype: torch.dtype) -> None:
+    """Each rebase turns each key of the window by itself, rounded once, and nothing else; pages
+    that another request and the tree hold, too, are copied first."""
+    rope, length = rope_of("none"), 240
+    engine = Engine(rope, 16, 128, dtype=dtype)
+    seen = watched(engine)
+    policy = {"method": "streamingllm", "sinks": 4, "recent": 60}
+    first = run(engine, policy, 90, 90, 16)
+    table = engine.ledger.streams.table[first.sglang_kv.slot]
+    theirs = torch.from_numpy(table[..., : int(first.sglang_kv.counts.max())].astype("int64"))
+    held = engine.pages.view(torch.uint8)[theirs]
+    req = run(engine, policy, length, 150, 16)
+    assert len(seen) >= 2
+    assert max(engine.told) < 128
+    assert torch.equal(engine.pages.view(torch.uint8)[theirs], held)
+    # What rounding of keys and values leaves of the fp32 loop: three or two bits of mantissa.
+    expected = paper(rope, length, 4, 60)
+    off = torch.stack([(engine.out[t] - expected[t]).abs().mean() for t in range(length)])
+    assert off.max() < {torch.float8_e4m3fn: 0.03, torch.float8_e5m2: 0.06}[dtype]
+    for each in (first, req):
+        engine.release(each, publish=True)
+    engine.check_empty()
+
+
+def watched(engine: Engine) -> list[int]:
+    """Holds each rebase of `engine` against fp32; how far each moved."""
+    seen: list[int] = []
+    turn_keys = engine.rotary.turn_keys
+
+    def turn(pages: Tensor, ids: Tensor, distance: int) -> None:
+        before = pages.clone()
+        turn_keys(pages, ids, distance)
+        exact = before.float()
+        for turn_back, of_layer in zip(engine.rotary.layers, ids, strict=True):
+            assert turn_back is not None
+            row = turn_back.cos_sin[distance]
+            exact[of_layer, 0] = reference.turned(exact[of_layer, 0], row)
+        window = torch.zeros(len(pages), dtype=torch.bool)
+        window[ids.flatten()] = True
+        keys, others = pages[window, 0], pages.view(torch.uint8).clone()
+        known = ~exact[window, 0].isnan()  # slots that no token has come to
+        assert (reference.beyond_rounding(keys, exact[window, 0])[known] <= 1e-5).all()
+        others[window, 0] = before.view(torch.uint8)[window, 0]
+        assert torch.equal(others, before.view(torch.uint8))
+        seen.append(distance)
+
+    engine.rotary.turn_keys = turn  # type: ignore[method-assign]
+    return seen
 
 
 def test_original_positions_move_the_sinks_away() -> None:

@@ -14,6 +14,7 @@ import executor_plugin
 import pytest
 from policies import all_variants, random_policy
 from serving import PAGE_BYTES, PAGE_TOKENS, STREAMS
+from short_model import LONGER, shortened
 from warm import WarmServer
 
 from sglang_kv.benchmarks.server import Server, generate_body
@@ -22,6 +23,8 @@ from sglang_kv.compression import method_names
 pytestmark = pytest.mark.server
 
 TOKENS = 6000
+#: Positions that the model of one test is told to know; its longest other request fits.
+TRAINED = 384
 FLAGS = [
     *("--kv-compression", "none", "--dtype", "float32", "--context-length", "2048"),
     *("--max-total-tokens", str(TOKENS), "--chunked-prefill-size", "256"),
@@ -78,11 +81,15 @@ def answers(server: Server, bodies: list[dict[str, Any]]) -> list[Any]:
 def test_every_layer_is_the_cpp_paths(
     demo_model: Path, text_ids: list[int], tmp_path: Path, kv_dtype: str
 ) -> None:
-    """With pages of the model's own dtype, fp32, and of 8 bits."""
+    """With pages of the model's own dtype, fp32, and of 8 bits; one request goes past the
+    positions that the model knows."""
+    model = shortened(demo_model, tmp_path / demo_model.name, TRAINED)  # gates go by its name
     bodies = requests(text_ids, MIXED, longest=300, new_tokens=14)
-    env = environment(tmp_path, check=True)
+    past = {"method": "streamingllm", "sinks": 4, "recent": 60}
+    bodies.append(generate_body(text_ids[:600], past, max_new_tokens=14, ignore_eos=True))
+    env = environment(tmp_path / "plugin", check=True) | LONGER
     flags = [*FLAGS, *FLASHINFER, "--kv-cache-dtype", kv_dtype, "--enable-metrics"]
-    with WarmServer(demo_model, *flags, env=env) as server:
+    with WarmServer(model, *flags, env=env) as server:
         got = answers(server, bodies)
         pages, total = (server.metric(f"sglang_kv:{name}") for name in POOL)
         for body, answer in zip(bodies, got, strict=True):
@@ -97,6 +104,10 @@ def test_every_layer_is_the_cpp_paths(
     assert max(int(n) for n, _, _ in checked) > 30
     assert max(int(n) for _, n, _ in checked) >= 10, "too few decode steps went that way"
     assert sum(a["meta_info"]["kv_compression"]["freed_bytes"] > 0 for a in got) >= 6
+    moved = got[-1]["meta_info"]["kv_compression"]
+    assert moved["parameters"]["positions"] == "cache"
+    assert moved["logical_tokens"] == 613 > TRAINED
+    assert moved["kept_tokens"] == 64
 
 
 def gap_where_they_part(got: Any, expected: Any) -> float | None:

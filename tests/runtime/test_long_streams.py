@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,6 +15,7 @@ pytest.importorskip("sglang")
 
 from paper_loop import llama_logprobs
 from serving import NONE, eventually, flush, ledger, refusal
+from short_model import LONGER, shortened
 from warm import WarmServer
 
 from sglang_kv.benchmarks.server import Server
@@ -35,19 +35,7 @@ POLICY = {"method": "streamingllm", "sinks": 4, "recent": 28}
 
 @pytest.fixture(scope="module")
 def short_model(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("short") / "model"
-    shutil.copytree(demo_model, folder, copy_function=link)
-    config = json.loads((demo_model / "config.json").read_text())
-    theta = config.get("rope_theta") or config["rope_parameters"]["rope_theta"]
-    config.pop("rope_parameters", None)
-    config |= {"max_position_embeddings": TRAINED, "rope_theta": theta, "rope_scaling": SCALING}
-    (folder / "config.json").unlink()
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
-
-
-def link(source: str, target: str) -> None:
-    Path(target).symlink_to(Path(source).resolve())
+    return shortened(demo_model, tmp_path_factory.mktemp("short") / "model", TRAINED, SCALING)
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +44,7 @@ def server(short_model: Path) -> Iterator[Server]:
     flags += ["--kv-compression-config", json.dumps({"sinks": 4, "recent": 28})]
     flags += ["--context-length", "4096", "--max-total-tokens", "2048"]
     flags += ["--chunked-prefill-size", "512"]
-    env = {"OMP_WAIT_POLICY": "PASSIVE", "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
+    env = {"OMP_WAIT_POLICY": "PASSIVE", **LONGER}
     with WarmServer(short_model, *flags, env=env) as running:
         yield running
 
