@@ -26,7 +26,6 @@ FEW = [
     (80, Case("append", option="decode")),
     (80, Case("append", dtype="float8_e5m2")),
     (80, Case("gather", head_dim=80)),
-    (80, Case("rope", option="halves")),
     (80, Case("turn_keys", dtype="float8_e4m3fn")),
     (90, Case("decode")),
     (90, Case("decode", option="scores")),
@@ -43,7 +42,6 @@ FEW = [
     (100, Case("column_sums", head_dim=64)),
     (100, Case("column_sums", head_dim=256)),
     (100, Case("append")),
-    (100, Case("rope", option="neighbours")),
     (100, Case("turn_keys", dtype="float8_e5m2")),
 ]
 

@@ -59,22 +59,24 @@ def page_budget(budget: int, recent: int, length: int, size: int) -> int:
 
 
 def snapkv(layer: int, fold_at: int, size: int, *, pages: bool, method: str) -> Select:
-    """SnapKV and PyramidKV; folds of decode leave every layer the same."""
+    """SnapKV and PyramidKV, whose layers have a line's proportions in decode, too."""
     if pages:
         units, most = page_budget(BUDGET, WINDOW, fold_at, size), math.ceil(fold_at / size)
         held = most - (fold_at - WINDOW) // size
+        held_later = most_touched(WINDOW, size)
+        later = max(DECODE_BUDGET // size, held_later)
     else:
         units, most, held = min(BUDGET, fold_at), fold_at, WINDOW
+        later, held_later = DECODE_BUDGET, WINDOW
     if method == "pyramidkv":
         units = pyramid_counts(LAYERS, units, held, most, BETA)[layer]
+        later = pyramid_counts(LAYERS, later, held_later, 2 * later, BETA)[layer]
 
     def select(position: int, held: list[list[int]], mass: list[Tensor]) -> list[list[int]]:
         scores = [snapkv_scores(m) for m in mass]
+        count = units if position == fold_at else later
         if pages:
-            later = max(DECODE_BUDGET // size, most_touched(WINDOW, size))
-            count = units if position == fold_at else later
             return [by_page(s, WINDOW, count, size) for s in scores]
-        count = units if position == fold_at else DECODE_BUDGET
         return [by_token(s, WINDOW, count) for s in scores]
 
     return select
