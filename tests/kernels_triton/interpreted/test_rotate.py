@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from sglang_kv.benchmarks import gpu_kernels
 from sglang_kv.kernels import reference
 from sglang_kv.kernels.layout import allocate_pages
 from sglang_kv.kernels.triton import rotate
@@ -50,13 +49,6 @@ def test_keys_of_pages(dtype: torch.dtype, scale: float, is_neox_style: bool) ->
     others = [0, 2, 3, 5]
     assert torch.equal(pages.float()[others], before[others])
     assert torch.equal(pages.float()[:, 1], before[:, 1])
-
-
-def test_what_the_gpu_run_checks() -> None:
-    """`scripts/gpu_check.sh` asks for the same of a GPU."""
-    found = dict(gpu_kernels.check_rotation(gpu_kernels.Where("cpu", torch.float32)))
-    assert len(found) == 4
-    assert max(found.values()) < 1e-5
 
 
 def test_what_does_not_fit_is_refused() -> None:
