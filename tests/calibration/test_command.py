@@ -188,7 +188,11 @@ def test_a_stopped_run_says_how_to_go_on(
     number: signal.Signals,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
 ) -> None:
+    # What a shell starts in the background has SIGINT ignored, and leaves it so.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
     handlers = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     monkeypatch.setattr(run, "calibrate", lambda args: os.kill(os.getpid(), number))
     with pytest.raises(SystemExit) as ended:

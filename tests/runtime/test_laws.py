@@ -145,9 +145,10 @@ def test_newest_tokens_and_sinks_stay(policy: Compressor) -> None:
         for stream in kept.values():
             first = range(min(sinks, position))
             assert set(first) | {*range(max(0, position - 1 - newest), position)} <= set(stream)
-    # The others do go: at the end some stream has lost a token, unless nothing is ever dropped.
+    # The others do go: at the end some stream has lost a token, unless nothing is ever dropped or
+    # all that there are are sinks.
     lost = any(len(stream) < position for position, kept in found for stream in kept.values())
-    assert lost == (type(state.plan) is not Plan)
+    assert lost == (type(state.plan) is not Plan and sinks < len(PROMPT) + 20)
 
 
 def test_the_same_input_keeps_the_same_tokens(policy: Compressor) -> None:
