@@ -52,7 +52,8 @@ def _needles(arm: str, *, least: float) -> tuple[str, str] | None:
     if cell is None or not cell["full_hits"]:
         return None
     low, high = cell["kept_interval"]
-    lengths = " and ".join(f"{n:,}" for n in cell["lengths"])
+    *others, longest = (f"{n:,}" for n in cell["lengths"])
+    lengths = " and ".join([", ".join(others), longest] if others else [longest])
     text = (
         f"{arm}: {cell['kept']}/{cell['full_hits']} of the full cache's 7-digit needles "
         f"({low:.0%} - {high:.0%}), {cell['memory']:.0%} of the memory; {cell['model']}, {lengths} "

@@ -31,7 +31,10 @@ from sglang_kv.benchmarks import (
 )
 from sglang_kv.benchmarks.figures import figures
 from sglang_kv.benchmarks.markdown import head
+from sglang_kv.benchmarks.methods import NONE, PAGE, plan_of
 from sglang_kv.benchmarks.records import at_once, needle_cells, newest
+from sglang_kv.compression import Geometry
+from sglang_kv.compression.gates import find_gates
 from sglang_kv.planner import command
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -42,6 +45,8 @@ FIGURES = Path("docs", "figures")
 ENOUGH = 150
 
 
+#: Layers and KV heads of the demo model.
+DEMO = (30, 3)
 #: Arms of the headline as the speed benchmark calls them: what the reader sees, and the needle arm.
 ARMS = {
     "stock": ("stock SGLang (`torch_native`)", ""),
@@ -62,16 +67,16 @@ def headline() -> str:
     first = speed["stock"]
     counts = at_once()
     fit = {row["arm"]: row["running_at_once"] for row in counts}
+    shown = [needles.get(needle, {}).get(("number", "aware")) for _, needle in ARMS.values()]
+    lengths = sorted({length for cell in shown if cell for length in cell["lengths"]})
     table = head(
         *("", "KV memory", "requests at once", f"decode, {first['batch']} x {first['context']:,}"),
         *("beside stock", "prefill", "7-digit needles, of the full cache's"),
     )
     for arm, (name, needle) in ARMS.items():
         row, cells = speed[arm], needles.get(needle, {})
-        number = cells.get(("number", "aware"), {})
-        memory = 1.0 if arm in ("stock", "none") else number.get("memory")
         table.append(
-            f"| {name} | {'-' if memory is None else f'{memory:.0%}'} | {fit.get(arm, '-')} "
+            f"| {name} | {_share(row['policy'], row['context']):.0%} | {fit.get(arm, '-')} "
             f"| {row['decode_tok_s']:.0f} tok/s | {row['ratio_to_first_arm']:.1f}x "
             f"| {row['prefill_tok_s']:,.0f} tok/s | {_found(cells)} |"
         )
@@ -80,8 +85,9 @@ def headline() -> str:
         "",
         f"SmolLM2-135M-Instruct in bf16 on {env['cores']} cores of an {env['cpu']} without AMX, "
         f"sglang {env['versions']['sglang']}, commit {env['commit']}, {env['date'][:10]}; the same "
-        "flags in every row. KV memory: of the uncompressed request's, after the prompt; needles "
-        "at 2K and 4K, the question in the prompt. ",
+        f"flags in every row. KV memory: what stays of a prompt of {first['context']:,} tokens; "
+        f"needles at {' to '.join(f'{n:,}' for n in lengths[:: max(1, len(lengths) - 1)])} tokens, "
+        "the question in the prompt. ",
     ]
     if counts:
         table[-1] += (
@@ -93,6 +99,13 @@ def headline() -> str:
         "[docs/METHODS.md](docs/METHODS.md#what-it-costs-in-quality)."
     )
     return "\n".join(table)
+
+
+def _share(policy: dict[str, Any] | None, context: int) -> float:
+    """Head pages that the demo model's plan leaves of a prompt; what the server's tests count."""
+    geometry = Geometry(*DEMO, PAGE, find_gates("SmolLM2-135M-Instruct", *DEMO))
+    plan = plan_of(policy or NONE, geometry, context)
+    return plan.pages(context) / plan_of(NONE, geometry, context).pages(context)
 
 
 def _found(
