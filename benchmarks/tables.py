@@ -147,7 +147,8 @@ def graded_tables(rows: list[Row]) -> list[str]:
 def heat_maps(rows: Iterable[Row], folder: Path) -> list[Path]:
     """One PNG per arm of the needle suite: length by depth, a panel per needle and column.
 
-    Numbers stand in the cells, so the maps read in black and white. Needs matplotlib.
+    The newest run of each cell, of runs with the arm's newest policy. Numbers stand in the cells,
+    so the maps read in black and white. Needs matplotlib.
     """
     import matplotlib
 
@@ -155,15 +156,18 @@ def heat_maps(rows: Iterable[Row], folder: Path) -> list[Path]:
     import matplotlib.pyplot as plt
 
     folder.mkdir(parents=True, exist_ok=True)
-    newest: dict[tuple[str, str], Row] = {}
+    runs: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
         if row["suite"] == "needle":
-            newest[row["model"], row["arm"]] = row
+            runs.setdefault((row["model"], row["arm"]), []).append(row)
     paths = []
-    for (model, arm), row in newest.items():
-        lengths, depths = (sorted({c[axis] for c in row["cells"]}) for axis in ("length", "depth"))
-        columns, kinds = (list({c[axis]: 0 for c in row["cells"]}) for axis in ("column", "kind"))
-        cells = {(c["column"], c["kind"], c["depth"], c["length"]): c for c in row["cells"]}
+    for (model, arm), every in runs.items():
+        every = [r for r in every if r["policy"] == every[-1]["policy"]]
+        found = [cell for r in every for cell in r["cells"]]
+        row = max(every, key=lambda r: len(r["cells"]))  # whose memory stands in the title
+        lengths, depths = (sorted({c[axis] for c in found}) for axis in ("length", "depth"))
+        columns, kinds = (list({c[axis]: 0 for c in found}) for axis in ("column", "kind"))
+        cells = {(c["column"], c["kind"], c["depth"], c["length"]): c for c in found}
         size = (
             max(2.4, 0.7 * len(lengths) + 0.8) * len(kinds) + 0.4,
             (0.4 * len(depths) + 1.0) * len(columns) + 0.5,
