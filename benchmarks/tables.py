@@ -197,7 +197,7 @@ def heat_maps(rows: Iterable[Row], folder: Path) -> list[Path]:
         figure.supxlabel("prompt tokens", fontsize=9)
         figure.supylabel("depth of the needle, %", fontsize=9)
         memory = "" if row["memory"] is None else f", {row['memory']:.0%} of the memory"
-        figure.suptitle(f"{arm}{memory}: needles found, % ({model})", fontsize=10)
+        figure.suptitle(f"{arm}{memory}\nneedles found, %\n{model}", fontsize=9)
         path = folder / f"needle-{_slug(model)}-{_slug(arm)}.png"
         figure.savefig(path, dpi=120)
         plt.close(figure)
