@@ -14,7 +14,8 @@ PREFIXES = "shared_system_prompts"
 
 def quality_against_memory() -> Figure | None:
     """Needles kept against memory kept, one point per arm with the question seen."""
-    points = []
+    points: list[Series] = []
+    lengths, models = set[int](), set[str]()
     for arm, cells in needle_cells().items():
         cell = cells.get(("number", "aware"))
         if cell is None or not cell["full_hits"] or cell["memory"] is None:
@@ -24,11 +25,13 @@ def quality_against_memory() -> Figure | None:
         points.append(
             Series(f"{arm} (n={cell['full_hits']})", ((cell["memory"], share, low, high),))
         )
+        lengths |= set(cell["lengths"])
+        models.add(cell["model"])
     if not points:
         return None
     return Figure(
         "quality-memory",
-        f"7-digit needles against memory ({_of('needle')}, question seen)",
+        f"7-digit needles against memory ({_named(models, lengths)}, question seen)",
         "share of the KV memory kept",
         "needles kept, of the full cache's",
         "points",
@@ -147,10 +150,13 @@ def hit_rate_against_memory() -> Figure | None:
 def _of(suite: str, only: int | None = None) -> str:
     """The models and lengths of a suite's lines."""
     rows = [row for row in lines("quality") if row["suite"] == suite]
-    models = sorted({row["model"] for row in rows})
-    lengths = sorted({n for row in rows for n in row["settings"]["lengths"]})
-    shown = [only] if only else lengths
-    return f"{', '.join(models)}, {', '.join(f'{n:,}' for n in shown)} tokens"
+    lengths = {n for row in rows for n in row["settings"]["lengths"]}
+    return _named({row["model"] for row in rows}, {only} if only else lengths)
+
+
+def _named(models: set[str], lengths: set[int]) -> str:
+    shown = ", ".join(f"{n:,}" for n in sorted(lengths))
+    return f"{', '.join(sorted(models))}, {shown} tokens"
 
 
 MAKERS: tuple[Callable[[], Figure | None], ...] = (

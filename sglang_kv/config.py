@@ -32,6 +32,8 @@ SHARINGS = ("all", "tenant", "off")
 #: Key of which prefixes a request takes: those that change nothing in its answer, or thinned ones.
 PREFIX_KEY = "kv_prefix"
 PREFIXES = ("exact", "thinned")
+#: All that a request may say; other keys with their beginning are mistakes.
+REQUEST_KEYS = (REQUEST_KEY, PRESSURE_KEY, PREFIX_KEY)
 #: Tokens of a prompt that no budget in use covers.
 LONG = 1 << 20
 _SERVER_ARGS_ATTR = "_sglang_kv_options"
@@ -256,3 +258,12 @@ def _as_given(name: str, policy: Compressor, spec: Any) -> str:
     """The parameter's name, or the short form that was given in its place."""
     given = [key for key in policy.aliases if isinstance(spec, Mapping) and key in spec]
     return given[0] if given else name
+
+
+def refuse_unknown(custom_params: Mapping[Any, Any]) -> None:
+    """Raise `PolicyError` for a misspelt key: served anyway, the client would not notice."""
+    for key in custom_params:
+        if str(key).startswith("kv_") and key not in REQUEST_KEYS:
+            raise PolicyError(
+                f"custom_params: {shorten(key)} is unknown, expected {', '.join(REQUEST_KEYS)}"
+            )

@@ -12,7 +12,14 @@ from sglang_kv.capacity import log_plan
 from sglang_kv.compression import Geometry, PolicyError, parse_policy
 from sglang_kv.compression.base import shorten
 from sglang_kv.compression.gates import HeadGates, find_gates, load_gates, require_model
-from sglang_kv.config import PREFIX_KEY, PRESSURE_KEY, REQUEST_KEY, Options
+from sglang_kv.config import (
+    PREFIX_KEY,
+    PRESSURE_KEY,
+    REQUEST_KEY,
+    REQUEST_KEYS,
+    Options,
+    refuse_unknown,
+)
 from sglang_kv.flags import add_flags, options_from_flags
 from sglang_kv.fold import Folder
 from sglang_kv.kvcache import HeadPageKVPool
@@ -55,8 +62,9 @@ def _verify(params: Any, *_args: Any, **_kwargs: Any) -> None:
     if active and (params.beam_width or 1) > 1:
         # Beams swap rows of SGLang's table, of which the head pages know nothing.
         raise PolicyError("beam_width: beam search cannot be had with --kv-compression")
-    wanted = [key for key in (REQUEST_KEY, PRESSURE_KEY, PREFIX_KEY) if key in custom_params]
-    wanted = [key for key in wanted if custom_params[key] is not None]
+    if active:
+        refuse_unknown(custom_params)
+    wanted = [key for key in REQUEST_KEYS if custom_params.get(key) is not None]
     if not wanted:
         return
     if options is None or not options.active:

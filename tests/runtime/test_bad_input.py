@@ -250,6 +250,17 @@ def test_custom_params_are_an_object(server: Server, params: Any) -> None:
     assert "custom_params" in refusal(lambda: server.post("/generate", body))
 
 
+@pytest.mark.parametrize("key", ["kv_compresion", "kv_preset", "kv_" + "x" * 10_000])
+def test_a_key_that_nobody_knows(server: Server, key: str) -> None:
+    body = generate_body(CAPITAL)
+    body["sampling_params"]["custom_params"] = {key: "copy", "another's": 1}
+    said = refusal(lambda: server.post("/generate", body))
+    assert said.startswith("custom_params: 'kv_")
+    assert said.endswith("is unknown, expected kv_compression, kv_pressure, kv_prefix")
+    body["sampling_params"]["custom_params"] = {"another's": 1}
+    assert "Paris" in server.post("/generate", body)["text"]
+
+
 @pytest.mark.parametrize("policy", [None, {"method": "streamingllm", "recent": 100}])
 def test_a_text_without_tokens_is_refused(server: Server, policy: dict[str, Any] | None) -> None:
     # SGLang itself lets it through, and its rotary embedding then takes the server down.
