@@ -144,7 +144,7 @@ def _rotate_rows(
     rows, heads = (3, 5) if where.small else (33, 7)
     x = where.randn(rows, heads, head_dim, dtype=dtype)
     table, positions = angles(rotary_dim), torch.arange(rows) * 5 % 50
-    exact = turned(x.cpu(), table[positions][:, None], halves)
+    exact = reference.turned(x.cpu(), table[positions][:, None], halves)
     given = (positions.to(where.device), table.to(where.device))
     style = {"is_neox_style": halves}
     turned_queries = gpu_streams.triton("rotate").turned_queries
@@ -158,7 +158,7 @@ def _turn_keys(
     pages.copy_(where.randn(*pages.shape).to(pages.dtype))
     before, table = pages.cpu(), angles(64, sign=-1.0)
     exact = before.float()
-    exact[[1, 4], 0] = turned(before[[1, 4], 0], table[13], halves)
+    exact[[1, 4], 0] = reference.turned(before[[1, 4], 0], table[13], halves)
     ids = torch.tensor([[4], [1]], device=where.device)
     turn = gpu_streams.triton("rotate").turn_keys
     turn(pages, ids, 13, table.to(where.device), is_neox_style=halves)
@@ -169,20 +169,6 @@ def angles(rotary_dim: int, sign: float = 1.0) -> Tensor:
     """Cosines and sines of 50 positions; with sign -1 they turn back."""
     turns = torch.arange(50)[:, None] / 100 ** (torch.arange(0, rotary_dim, 2) / rotary_dim)
     return torch.cat((turns.cos(), sign * turns.sin()), -1)
-
-
-def turned(heads: Tensor, cos_sin: Tensor, halves: bool) -> Tensor:
-    """`heads` [..., head_dim] by a row of the table for each, in fp32: a pair of dimensions is a
-    complex number, and is multiplied by another."""
-    width = cos_sin.shape[-1]
-    by = torch.complex(*cos_sin.chunk(2, -1))
-    x = heads[..., :width].float()
-    if halves:
-        pairs = torch.complex(*x.chunk(2, -1)) * by
-        x = torch.cat((pairs.real, pairs.imag), -1)
-    else:
-        x = torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (-1, 2))) * by).flatten(-2)
-    return torch.cat((x, heads[..., width:].float()), -1)
 
 
 def worse(found: Tensor, exact: Tensor) -> float:

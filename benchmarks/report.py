@@ -85,7 +85,7 @@ def headline() -> str:
         "",
         f"SmolLM2-135M-Instruct in bf16 on {env['cores']} cores of an {env['cpu']} without AMX, "
         f"sglang {env['versions']['sglang']}, commit {env['commit']}, {env['date'][:10]}; the same "
-        f"flags in every row. KV memory: what stays of a prompt of {first['context']:,} tokens; "
+        f"flags in every row. KV memory, by arithmetic, after {first['context']:,} tokens; "
         f"needles at {' to '.join(f'{n:,}' for n in lengths[:: max(1, len(lengths) - 1)])} tokens, "
         "the question in the prompt. ",
     ]

@@ -143,6 +143,8 @@ class Options:
             plan: what it does to it.
             spec: what the policy was made of, as in `policy_for`; None: the server's default.
         """
+        if not self.min_keep:
+            return
         least = least_kept(plan)
         if least is not None and least.tokens < self.min_keep:
             name = [*policy.amounts][-1 if least.in_decode else 0]

@@ -18,7 +18,6 @@ from torch import Tensor
 from sglang_kv.benchmarks import (
     gpu_goals,
     gpu_kernels,
-    gpu_memory,
     gpu_scores,
     gpu_streams,
 )
@@ -150,14 +149,14 @@ class Kernels:
         self, x: Tensor, positions: Tensor, table: Tensor, *, is_neox_style: bool
     ) -> Tensor:
         halves = is_neox_style or self.fault == "neighbours"
-        out = gpu_memory.turned(x, table[positions][:, None], halves).to(x.dtype)
+        out = reference.turned(x, table[positions][:, None], halves).to(x.dtype)
         return out * (1 + 2**-7) if self.fault == "one bit" else out
 
     def turn_keys(
         self, pages: Tensor, ids: Tensor, distance: int, table: Tensor, *, is_neox_style: bool
     ) -> None:
         ids, keys = ids.flatten(), pages[:, : 2 if self.fault == "turned values" else 1]
-        exact = gpu_memory.turned(keys[ids].float(), table[distance], is_neox_style)
+        exact = reference.turned(keys[ids].float(), table[distance], is_neox_style)
         keys[ids] = reference.as_stored(exact, 1.0, pages.dtype)
 
 

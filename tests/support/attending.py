@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from ledger_harness import CONTEXT, HEADS, LAYERS, Harness, Req
+from ledger_harness import CONTEXT, HEADS, LAYERS, Harness, Req, batch_of
 from sglang.srt.layers.radix_attention import RadixAttention
 from torch import Tensor, nn
 
@@ -66,14 +66,7 @@ class Attending(Harness):
         self.backend = HeadPageAttnBackend(runner)
 
     def _score(self, req: Req, start: int, target: int) -> None:
-        count = target - start
-        decodes = bool(req.output_ids) and count == 1
-        batch: Any = SimpleNamespace(
-            req_pool_indices=torch.tensor([req.kv.req_pool_idx]),
-            forward_mode=SimpleNamespace(is_decode_or_idle=lambda: decodes),
-            extend_seq_lens=torch.tensor([count]),
-            positions=torch.arange(start, target),
-        )
+        count, batch = target - start, batch_of(req, start, target)
         self.backend.init_forward_metadata(batch)
         for index, layer in enumerate(self.layers):
             q, k = (

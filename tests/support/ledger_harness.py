@@ -366,6 +366,19 @@ class Harness:
         assert self.ledger.pool.num_used == 0, "head pages leaked"
 
 
+def batch_of(req: Req, start: int, target: int) -> Any:
+    """What SGLang hands to an attention backend for a forward of these tokens."""
+    count = target - start
+    decodes = bool(req.output_ids) and count == 1
+    return SimpleNamespace(
+        req_pool_indices=torch.tensor([req.kv.req_pool_idx]),
+        forward_mode=SimpleNamespace(is_decode_or_idle=lambda: decodes),
+        extend_seq_lens=torch.tensor([count]),
+        extend_seq_lens_cpu=[count],
+        positions=torch.arange(start, target),
+    )
+
+
 def _prefix(req: Req, position: int) -> int:
     """A hash of the tokens up to ``position``, each made of the one before."""
     known = req.prefixes

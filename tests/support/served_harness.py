@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from cache_positions import rope_of
-from ledger_harness import CONTEXT, HEADS, LAYERS, Harness, Req
+from ledger_harness import CONTEXT, HEADS, LAYERS, Harness, Req, batch_of
 from sglang.srt.layers.radix_attention import RadixAttention
 from torch import Tensor, nn
 
@@ -118,15 +118,7 @@ class Served(Harness):
 
     def _score(self, req: Req, start: int, target: int) -> None:
         """In place of made-up attention: the backend's forward."""
-        count = target - start
-        decodes = bool(req.output_ids) and count == 1
-        batch: Any = SimpleNamespace(
-            req_pool_indices=torch.tensor([req.kv.req_pool_idx]),
-            forward_mode=SimpleNamespace(is_decode_or_idle=lambda: decodes),
-            extend_seq_lens=torch.tensor([count]),
-            extend_seq_lens_cpu=[count],
-            positions=torch.arange(start, target),
-        )
+        count, batch = target - start, batch_of(req, start, target)
         kv = torch.stack([self.keys_and_values(req, p) for p in range(start, target)])
         q = torch.randn(count, LAYERS, HEADS * GROUP, DIM)
         q[..., -1] *= 1e-3
