@@ -74,7 +74,7 @@ def main() -> None:
     for page_size in PAGE_SIZES:
         with Server(args.model, *flags, "--page-size", str(page_size)) as server:
             run_batch(server, [[5] * 64] * 2, NONE, 8)  # first calls build and warm up
-            for (arm, context), policy in points(page_size, tuple(args.contexts), args.cut).items():
+            for (arm, context), policy in points(page_size, contexts, args.cut).items():
                 found: dict[str, Any] = measure(
                     server, args.batch, context, args.steps, policy, args.seed
                 )

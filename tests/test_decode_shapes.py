@@ -63,6 +63,46 @@ def test_bad_sizes(
     assert message in capsys.readouterr().err
 
 
+def test_every_point_is_asked_of_a_server_with_its_page_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[tuple[str, ...]] = []
+    asked: list[tuple[int, int, Any]] = []
+
+    class FakeServer:
+        def __init__(self, model: str, *flags: str) -> None:
+            started.append(flags)
+
+        def __enter__(self) -> FakeServer:
+            return self
+
+        def __exit__(self, *error: object) -> None:
+            pass
+
+    def measure(server: FakeServer, batch: int, context: int, *rest: Any) -> dict[str, float]:
+        # The real one draws prompts of so many tokens.
+        asked.append((batch, len(range(context)), rest[1]["method"]))
+        return {"step_ms": 1.0}
+
+    monkeypatch.setattr(decode_shapes, "Server", FakeServer)
+    monkeypatch.setattr(decode_shapes, "measure", measure)
+    monkeypatch.setattr(decode_shapes, "run_batch", lambda *_: None)
+    monkeypatch.setattr(decode_shapes, "read_bandwidth_gb_s", lambda: 10.0)
+    out = tmp_path / "lines.jsonl"
+    flags = ["--contexts", "1000,2000", "--cut", "500", "--batch", "2", "--out", str(out)]
+    monkeypatch.setattr("sys.argv", ["decode_shapes", "--model", "m", *flags])
+    decode_shapes.main()
+    cut = [(2, 500, method) for method in ("none", "snapkv", "snapkv")]
+    sweep = [(2, n, method) for n in (1000, 2000) for method in ("none", "streamingllm")]
+    assert asked == [*cut, *sweep, *cut]
+    assert [flags[flags.index("--page-size") + 1] for flags in started] == ["16", "32"]
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [(line["context"], line["page_size"]) for line in lines] == [
+        *((n, 16) for _, n, _ in cut + sweep),
+        *((n, 32) for _, n, _ in cut),
+    ]
+
+
 @pytest.mark.parametrize(
     ("none", "window", "verdict"),
     [
