@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from typing import Any
 
 from sglang_kv.benchmarks.records import Row, lines
 
@@ -104,6 +103,8 @@ def speed() -> str:
     ]
     for (engine, arm), row in rows.items():
         name = NAMES[arm] if engine in ("sglang-kv", "kvpress") else "-"
+        if "weights" in row:
+            name = f"weights in {row['weights']}, KV in {row['kv_dtype']}"
         if "failed" in row:
             table.append(f"| {engine} | {name} | {row['failed']} | | | |")
             continue
@@ -123,8 +124,10 @@ def origin(rows: dict[tuple[str, str], Row]) -> str:
     """Where and when it was measured."""
     first = next(iter(rows.values()))
     where, dtype = first["environment"], first["settings"]["dtype"]
-    versions: dict[str, Any] = next((r["versions"] for r in rows.values() if "versions" in r), {})
-    theirs = f", kvpress {versions['kvpress']}" if versions else ""
+    versions = {name: v for row in rows.values() for name, v in row.get("versions", {}).items()}
+    theirs = "".join(
+        f", {name} {versions[name]}" for name in ("kvpress", "llama-cpp-python") if name in versions
+    )
     return (
         f"{first['model']} in {dtype}, {where['cores']} core(s) of an {where['cpu']}, sglang "
         f"{where['versions']['sglang']}{theirs}, commit {where['commit']}, {where['date'][:10]}. "

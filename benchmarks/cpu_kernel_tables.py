@@ -1,9 +1,10 @@
-"""docs/KERNELS.md on the CPU's decode kernel: how near to the memory's limit."""
+"""docs/KERNELS.md on decode on a CPU: how near to memory's limit, and where a step's time goes."""
 
 from __future__ import annotations
 
 from sglang_kv.benchmarks.markdown import NOTHING, head
-from sglang_kv.benchmarks.records import Row, lines
+from sglang_kv.benchmarks.records import Row, lines, newest
+from sglang_kv.benchmarks.step_time import PARTS
 
 
 def bandwidth() -> str:
@@ -22,4 +23,28 @@ def bandwidth() -> str:
                 f"| {line['kv_gb_s']:.1f} GB/s | {line['read_gb_s']:.1f} GB/s "
                 f"| {line['share_of_limit']:.0%} |"
             )
+    return "\n".join(table)
+
+
+def steps() -> str:
+    """Where the time of a decode step goes, by arm: stock SGLang's is the "before"."""
+    arms = newest("step_time")
+    if not arms:
+        return NOTHING
+    table = head("milliseconds of a step", *arms)
+    for part in (*PARTS, "other"):
+        if any(part in row["parts_ms"] for row in arms.values()):
+            shown = (f"{row['parts_ms'].get(part, 0.0):.1f}" for row in arms.values())
+            table.append(f"| {part} | {' | '.join(shown)} |")
+    whole = (f"**{row['step_ms']:.1f}**" for row in arms.values())
+    table.append(f"| **all** | {' | '.join(whole)} |")
+    first = next(iter(arms.values()))
+    env = first["environment"]
+    table += [
+        "",
+        f"{first['batch']} requests of {first['context']:,} tokens, SmolLM2-135M-Instruct in bf16 "
+        f"on {env['cores']} cores of an {env['cpu']} that read {first['read_gb_s']:.1f} GB/s, "
+        f"commit {env['commit']}, {env['date'][:10]}; samples of the scheduler's thread, times the "
+        "step's length without sampling. `benchmarks/step_time.py`.",
+    ]
     return "\n".join(table)

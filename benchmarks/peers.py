@@ -222,7 +222,8 @@ def main(argv: list[str] | None = None) -> None:
     def add(part: str, engine: str, arm: str, settings: Any, make: Callable[[], Any]) -> None:
         about = {"part": part, "engine": engine, "arm": arm, "policy": args.pairs[arm].policy}
         about |= {"settings": settings, "model": args.model.name, "seed": args.seed}
-        text = json.dumps([about, environment()["commit"]], sort_keys=True)
+        weights = args.gguf_dtype if engine == "llama.cpp" else None
+        text = json.dumps([about, environment()["commit"], weights], sort_keys=True)
         key = hashlib.sha256(text.encode()).hexdigest()[:16]
         if key in known:
             return

@@ -283,6 +283,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
         *("llama-3.1-8b", "--context", "2k,16k,128k", "--device", "h100", "--show", "paging"),
     ),
     "kernels-cpu": cpu_kernel_tables.bandwidth,
+    "kernels-steps": cpu_kernel_tables.steps,
     "kernels-decode": decode_cost.table,
     "kernels-eight": partial(decode_cost.table, batch=8, tokens=32768),
     "kernels-splits": decode_cost.splits_table,
@@ -325,7 +326,14 @@ DOCUMENTS = {
         *("prefix-gates", "prefix-served", "prefix-costs"),
     ),
     "docs/KERNELS.md": (
-        *("kernels-cpu", "kernels-decode", "kernels-eight", "kernels-splits", "kernels-pages"),
+        *(
+            "kernels-cpu",
+            "kernels-steps",
+            "kernels-decode",
+            "kernels-eight",
+            "kernels-splits",
+            "kernels-pages",
+        ),
         *("kernels-fp8", "kernels-modules"),
     ),
 }

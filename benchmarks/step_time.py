@@ -101,9 +101,13 @@ class Decoding:
         for thread in self._threads:
             thread.start()
         while not all(self.times):
-            if not all(thread.is_alive() for thread in self._threads):
+            if not self.all_decode():
                 raise SystemExit("a request ended before all of them decoded")
             time.sleep(0.1)
+
+    def all_decode(self) -> bool:
+        """Whether no request has ended."""
+        return all(thread.is_alive() for thread in self._threads)
 
     def step_s(self, begin: float, end: float) -> float:
         inside = [[x for x in times if begin <= x <= end] for times in self.times]
@@ -136,7 +140,8 @@ def measure(server: Server, args: argparse.Namespace, policy: Any) -> dict[str, 
         time.sleep(args.seconds)
         step_ms = decoding.step_s(begin, time.perf_counter()) * 1e3
         stacks = sample(server.scheduler_pid, args.seconds, args.rate)
-        if not all(len(times) < args.tokens for times in decoding.times):
+        # By the threads: an event may have several tokens.
+        if not decoding.all_decode():
             raise SystemExit("the answers ended while they were sampled: raise --tokens")
     finally:
         decoding.leave()
@@ -155,7 +160,7 @@ def main() -> None:
     parser.add_argument("--model", required=True)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--context", type=int, default=4000)
-    parser.add_argument("--tokens", type=int, default=600, help="at most, per answer")
+    parser.add_argument("--tokens", type=int, default=1000, help="at most, per answer")
     parser.add_argument("--seconds", type=int, default=15, help="timed, then as long sampled")
     parser.add_argument("--rate", type=int, default=100, help="samples per second")
     parser.add_argument("--arms", default="stock,none,snapkv 1/4")

@@ -29,6 +29,7 @@ from sglang_kv.owner import crossover
 from sglang_kv.pool import HeadPagePool
 from sglang_kv.pressure import Pressure
 from sglang_kv.request import RequestState
+from sglang_kv.rotary import trained_length
 from sglang_kv.startup import DEFAULT_ORDER, active_options
 from sglang_kv.state import PhysicalLedger
 from sglang_kv.tenants import read_tenant, refuse_forged
@@ -117,7 +118,6 @@ def _configure(result: Any, self: Any, **_kwargs: Any) -> None:
     if options is None or not options.active:
         return
     from sglang.srt.runtime_context import get_parallel, get_schedule
-    from sglang.srt.utils.hf_transformers_utils import get_context_length
 
     pool: HeadPageKVPool = result.token_to_kv_pool
     allocator: LedgerAllocator = result.token_to_kv_pool_allocator
@@ -131,7 +131,7 @@ def _configure(result: Any, self: Any, **_kwargs: Any) -> None:
         sliding_layers=self.model_config.sliding_window_size is not None,
         num_ranks=get_parallel().tp_size,
     )
-    trained = get_context_length(self.model_config.hf_text_config)
+    trained = trained_length(self.model_config.hf_text_config)
     longer = int(self.model_config.context_len) > trained
     options.check_default(geometry)  # one that cannot be had stops the server here
     ledger = PhysicalLedger(

@@ -75,6 +75,22 @@ class TurnBack:
         return kernels_of(self.cos_sin.device.type)
 
 
+def trained_length(config: Any) -> int:
+    """Positions that a model's rotary embedding was trained or scaled for, by its text config.
+
+    SGLang's figure, except for yarn: transformers always names the length that was scaled from,
+    and SGLang then takes the model to end there, though its own table goes on to that times the
+    factor, as the paper means it (arXiv:2309.00071, section 3.1: s = L' / L).
+    """
+    from sglang.srt.utils.hf_transformers_utils import get_context_length
+
+    found = int(get_context_length(config))
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    if rope.get("rope_type", rope.get("type")) != "yarn" or not rope.get("factor"):
+        return found
+    return max(found, int(rope["factor"] * rope.get("original_max_position_embeddings", found)))
+
+
 class Rotary:
     """The rotary embedding of each attention layer; None: the layer has none.
 

@@ -342,3 +342,8 @@ def test_tables_set_engines_side_by_side(tmp_path: Path, monkeypatch: pytest.Mon
     assert "| 4 | 39/40 | 2 of 400 | 1/1 | 3.0e-07 |" in beside.kept()
     assert "| stock | - | 12.3 tok/s | 1,000 tok/s | 2 MiB | 1,024 MiB |" in beside.speed()
     assert "| kvpress | `h2o` | no room |" in beside.speed()
+    weights = {"weights": "f16", "kv_dtype": "f16", "versions": {"llama-cpp-python": "9.9"}}
+    rows = [row("speed", "llama.cpp", "none", 4, **measured, **weights)]
+    (tmp_path / "peers.jsonl").write_text("".join(json.dumps(line) + "\n" for line in rows))
+    assert "| llama.cpp | weights in f16, KV in f16 | 12.3 tok/s |" in beside.speed()
+    assert "sglang 1, llama-cpp-python 9.9, commit c" in beside.speed()
