@@ -12,7 +12,9 @@ def bandwidth() -> str:
     found: dict[tuple[str, ...], list[Row]] = {}
     for row in lines("decode_kernel"):
         env = row["environment"]
-        found.setdefault((f"{env['cpu']}, {env['cores']} cores", row["arm"]), []).append(row)
+        # Older lines have no width, and are all of CPUs without AVX-512.
+        machine = f"{env['cpu']}, {env['cores']} cores, {row.get('vector_bits', 256)}-bit vectors"
+        found.setdefault((machine, row["arm"]), []).append(row)
     if not found:
         return NOTHING
     table = head("machine", "kernel and shape", "commit", "K and V read", "plain read", "of it")

@@ -27,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from sglang_kv.benchmarks.common import record
 from sglang_kv.benchmarks.prefix_text import TEXTS, Traffic
 from sglang_kv.benchmarks.server import Server, generate_body
+from sglang_kv.benchmarks.watch import Metrics
 from sglang_kv.radix.replay import replay
 from sglang_kv.radix.trace import Request
 
@@ -64,7 +65,8 @@ def flags_of(order: str, args: argparse.Namespace) -> list[str]:
 def by_metrics(server: Server) -> dict[str, float]:
     """Hit and evicted tokens that the server itself counted so far."""
     names = {"hit": "prefix_hit_tokens_total", "evicted": "prefix_evicted_tokens_total"}
-    return {key: server.metric(f"sglang_kv:{name}") for key, name in names.items()}
+    metrics = Metrics.of(server)  # a counter with labels has no line before it first counts
+    return {key: metrics.total(f"sglang_kv:{name}") for key, name in names.items()}
 
 
 def measure(traffic: Traffic, order: str, args: argparse.Namespace) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
     python benchmarks/prefix_replay.py [--workloads shared_system_prompts ...] [--requests 600]
 
-No server and no model: traces of six kinds go through the tree (`radix.replay`). Four are
+No server and no model: traces of seven kinds go through the tree (`radix.replay`). Five are
 `radix.workloads`, two have the shape of public traces (`radix.shapes`). `rag` and `tool_agent` were
 held out when the order was tuned. One JSON line per workload and size of memory: hit tokens for
 every order and for the offline optimum. And what thinning does where every second request is a
@@ -26,7 +26,7 @@ from sglang_kv.radix.orders import ORDERS
 from sglang_kv.radix.replay import PrefillOwner, replay
 from sglang_kv.radix.shapes import conversation, tool_agent
 from sglang_kv.radix.trace import Request
-from sglang_kv.radix.workloads import agents, chats, rag, shared_system_prompts
+from sglang_kv.radix.workloads import agents, chats, rag, rewritten, shared_system_prompts
 
 SMALL = (32_768, 65_536, 131_072, 262_144)
 LARGE = (131_072, 262_144, 524_288, 1_048_576)
@@ -36,6 +36,7 @@ WORKLOADS: dict[str, tuple[Any, tuple[int, ...]]] = {
     "agents": (agents, SMALL),
     "rag": (rag, SMALL),
     "chats": (chats, SMALL),
+    "rewritten": (rewritten, SMALL),
     "conversation": (conversation, LARGE),
     "tool_agent": (tool_agent, LARGE),
 }

@@ -118,7 +118,8 @@ def costs() -> str:
         parts += [
             "",
             f"The window pass takes {row['window_ms']:.0f} ms of a prompt of {row['tokens']:,} "
-            f"tokens ({row['queries']} queries, all layers), {row['share_of_prefill']:.2%} of the "
+            f"tokens ({row['queries']} queries, all layers), and the log-sum-exp that it needs "
+            f"{max(0.0, row['lse_ms']):.0f} ms: {row['share_of_prefill']:.2%} of the "
             f"attention ({row['attention_ms'] / 1e3:.1f} s) and products "
             f"({row['products_ms'] / 1e3:.1f} s) of its prefill. {_where([row])}",
         ]

@@ -69,9 +69,14 @@ def _cpu_isa() -> str:
     isa = os.environ.get("SGLANG_KV_CPU_ISA", "native")
     if isa not in ("native", "avx512", "plain"):
         raise ValueError(f"SGLANG_KV_CPU_ISA must be native, avx512 or plain, not {isa!r}")
-    if isa == "avx512" and not set(_cpu_features().split()) >= _AVX512:
+    if isa == "avx512" and not has_avx512():
         raise ValueError("SGLANG_KV_CPU_ISA is avx512, but this CPU has no AVX-512")
     return "native" if isa == "avx512" else isa
+
+
+def has_avx512() -> bool:
+    """Whether this CPU runs the kernels for 512-bit vectors; without, `native` is `plain`."""
+    return set(_cpu_features().split()) >= _AVX512
 
 
 def _cache_dir() -> Path:

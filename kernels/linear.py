@@ -28,13 +28,13 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     Returns bf16 [rows, outputs]. Raises ValueError, naming the argument.
     """
     rows, outputs = len(x), len(weight)
-    wide = x.float().contiguous()
     out = torch.empty((rows, outputs), dtype=torch.bfloat16)
     if rows == 0:
         return out
     if rows < _FEW_ROWS:
-        load_kernels().linear(wide, weight, bias, out, torch.get_num_threads())
+        load_kernels().linear(x.contiguous(), weight, bias, out, torch.get_num_threads())
         return out
+    wide = x.float()
     for begin in range(0, outputs, _COLUMNS_AT_ONCE):
         part = slice(begin, begin + _COLUMNS_AT_ONCE)
         product = torch.nn.functional.linear(

@@ -156,7 +156,7 @@ class RadixTree(Holds[V]):
                 self._fill(step, value[step.start : step.end])
                 filled.append((step.start, step.end))
         node = path[-1] if path else self.root
-        goes_on = done < length and bool(path) and not (node.forked or node.children)
+        goes_on = done < length and bool(path) and not (node.forked or _asked_behind(node))
         if done < length:
             node = self._attach(node, key, value, done, length, prior, State.RESIDENT)
         return Insertion(node, done, tuple(filled), goes_on)
@@ -175,7 +175,7 @@ class RadixTree(Holds[V]):
             raise ValueError("a snapshot needs a policy's namespace and at least one page")
         path, done = self._descend(key, length)
         node = path[-1] if path else self.root
-        goes_on = done < length and bool(path) and not (node.forked or node.children)
+        goes_on = done < length and bool(path) and not (node.forked or _asked_behind(node))
         if done < length:
             node = self._attach(node, key, value, done, length, prior, State.HOLLOW)
         if node.snapshot is None:
@@ -219,7 +219,9 @@ class RadixTree(Holds[V]):
         node.state = state
         node.last_access = self.accesses
         parent.children[self._child_key(parent, key.namespace, tokens)] = node
-        parent.forked |= len(parent.children) > 1
+        # The root shares nothing, and may have very many children.
+        if parent is not self.root and not parent.forked:
+            parent.forked = _asked_behind(parent)
         parent.resident_children += state is State.RESIDENT
         parent.kept_children += state is not State.HOLLOW
         self.num_nodes += 1
@@ -245,7 +247,9 @@ class RadixTree(Holds[V]):
         at the end, and so does the window of a thinned node: its upper half is a miss.
 
         Args:
-            forked: a key goes on in another way there; else one only ends there.
+            forked: a key goes on in another way there; else one only ends there. Two readers part
+                there if what it leaves was a prompt's; else that is an answer which the next turn
+                gives in other words (thinking left out, or other tokens for the same text).
         """
         if num_tokens % self.page_size or not 0 < num_tokens < len(node) or node.parent is None:
             raise ValueError(f"cannot split {node} after {num_tokens} tokens")
@@ -263,7 +267,7 @@ class RadixTree(Holds[V]):
         upper.state, upper.thin = node.state, node.thin
         upper.ends_window = node.state is not State.THINNED
         upper.lock_ref, upper.hits, upper.last_access = node.lock_ref, node.hits, node.last_access
-        upper.forked = node.forked or forked
+        upper.forked = node.forked or (forked and node.hits > 0)
         upper.readers = 0 if node.snapshot is not None else node.readers
         upper.resident_children = int(node.state is State.RESIDENT)
         upper.kept_children = int(node.state is not State.HOLLOW)
@@ -288,3 +292,8 @@ class RadixTree(Holds[V]):
     def namespaces(self) -> set[Namespace]:
         """Namespaces that have nodes."""
         return {child.namespace for child in self.root.children.values()}
+
+
+def _asked_behind(node: Node[Any]) -> bool:
+    """Whether a prompt that somebody was credited for goes on behind ``node``."""
+    return any(child.hits > 0 for child in node.children.values())

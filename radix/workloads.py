@@ -1,4 +1,4 @@
-"""Four kinds of traffic, made from a seed, with what a window pass would see of each prompt.
+"""Five kinds of traffic, made from a seed, with what a window pass would see of each prompt.
 
 **The model of attention.** A prompt's window gives its mass (1 in all, sinks and window left out)
 to three places, and every number below is an assumption, the same in all workloads:
@@ -158,9 +158,11 @@ def rag(
     return trace
 
 
-def chats(seed: int = 0, *, requests: int = 1500, users: int = 60) -> list[Request]:
+def chats(
+    seed: int = 0, *, requests: int = 1500, users: int = 60, rewrite: bool = False
+) -> list[Request]:
     """Conversations without a shared beginning: most are short, pauses have a heavy tail, and
-    some begin with a long pasted text."""
+    some begin with a long pasted text. With ``rewrite``, what comes back is not the answer."""
     rng, names = np.random.default_rng(seed), Names()
     trace: list[Request] = []
 
@@ -176,11 +178,18 @@ def chats(seed: int = 0, *, requests: int = 1500, users: int = 60) -> list[Reque
         seen = window_pass(rng, history, evidence=sorted({0, len(history) - 1}))
         answer = names.new(np.clip(rng.lognormal(5.5, 0.7), 16, 1500))
         trace.append(Request(tuple(history), (answer,), Namespace(tenant=f"u{who}"), seen))
-        histories[who] = [*history, answer, names.new(rng.lognormal(4.0, 1.0))]
+        back = names.new(0.4 * answer[1]) if rewrite else answer
+        histories[who] = [*history, back, names.new(rng.lognormal(4.0, 1.0))]
         if rng.random() < 0.25:
             histories[who] = start()
         due[who] += rng.pareto(1.2)
     return trace
+
+
+def rewritten(seed: int = 0, *, requests: int = 1500, users: int = 60) -> list[Request]:
+    """`chats` whose clients send answers back in other tokens than were generated: thinking left
+    out, or the text tokenised anew. Each turn leaves the stored path where the prompt had ended."""
+    return chats(seed, requests=requests, users=users, rewrite=True)
 
 
 #: Generator and the tokens of memory at which orders are compared.
@@ -189,4 +198,5 @@ WORKLOADS: dict[str, tuple[Callable[[int], list[Request]], int]] = {
     "agents": (agents, 65_536),
     "rag": (rag, 65_536),
     "chats": (chats, 65_536),
+    "rewritten": (rewritten, 65_536),
 }

@@ -68,7 +68,8 @@ def rotary(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    cache = rope.cos_sin_cache
+    # On a CPU SGLang rounds its angles to the model's dtype: the same ones are used here, widened.
+    cache = rope.cos_sin_cache_as(torch.float32)
     if (
         runtime.current() is None
         or offsets is not None
@@ -76,7 +77,6 @@ def rotary(
         or any(value is not None for value in kwargs.values())
         or not rope.is_neox_style
         or hasattr(rope, "sin_cos_cache")
-        or cache.dtype != torch.float32
         or cache.shape[-1] != rope.rotary_dim
         or rope.rotary_dim % 32
         or query.dim() != 2

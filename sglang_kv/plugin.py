@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 from sglang_kv import startup
 from sglang_kv.kernel_paths import BACKENDS
-from sglang_kv.startup import BACKEND, DEFAULT_ORDER
+from sglang_kv.startup import BACKEND
 
 SGLANG_VERSION = "0.5.23"
 
@@ -30,6 +30,7 @@ def register() -> None:
 def _register() -> None:
     import sglang
     from sglang.srt.arg_groups.choices import (
+        RADIX_EVICTION_POLICY_CHOICES,
         add_attention_backend_choices,
         add_radix_eviction_policy_choices,
     )
@@ -38,12 +39,16 @@ def _register() -> None:
     from sglang.srt.mem_cache.registry import register_radix_cache_backend
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+    from sglang_kv.radix.orders import ORDERS
+
     if sglang.__version__ != SGLANG_VERSION:
         _stop(f"needs sglang=={SGLANG_VERSION}, found {sglang.__version__}")
     for target, hook, kind in _all_hooks():
         HookRegistry.register(target, hook, HookType[kind])
     add_attention_backend_choices(list(BACKENDS))
-    add_radix_eviction_policy_choices([DEFAULT_ORDER])
+    add_radix_eviction_policy_choices(
+        [name for name in ORDERS if name not in RADIX_EVICTION_POLICY_CHOICES]
+    )
     for name in BACKENDS:
         register_attention_backend(name)(partial(_attention_backend, name))
     register_radix_cache_backend(BACKEND, _tree_cache)

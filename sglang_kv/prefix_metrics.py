@@ -29,7 +29,7 @@ class PrefixExporter:
         self.given_up = counter(
             "prefix_evicted_tokens_total",
             "Tokens of prefixes that lost memory: in which step (thin, empty, remove, snapshot) "
-            "and why (memory, ids, flush).",
+            "and why (memory, ids, flush; superseded: a session has gone on).",
             "step",
             "reason",
         )

@@ -82,7 +82,8 @@ class SnapshotStore:
     def take(self, state: RequestState, ids: array[int]) -> None:
         """Keep where a finished request ended: at the last whole page of ``ids``, its tokens.
 
-        Of a session's earlier ends, the one before stays, for a turn that is asked anew.
+        Of a session's earlier ends, the one before stays, for a turn that is asked anew, and so
+        does one that other sessions have gone on from.
         """
         plan, size = state.plan, self.ledger.page_size
         # The last token is out: SGLang may have written another one than was computed.
@@ -108,8 +109,9 @@ class SnapshotStore:
         # Worth what an unmeasured prompt is; whoever goes on from it adds to that.
         done = self.cache.tree.insert_snapshot(key, names, snapshot, prior=1.0)
         earlier = [node for node in done.node.path()[:-1] if node.snapshot is not None]
+        self.cache.owner.stats.reason = "superseded"
         for node in earlier[:-1]:
-            if not node.readers:
+            if not node.readers and len(node.children) < 2:  # else others go on from it, too
                 self.cache.tree.drop(node)
 
     def _names(self, key: Key) -> torch.Tensor | None:
@@ -188,6 +190,7 @@ class SnapshotStore:
         self.cache.set_reader(state, None)
         if node.readers:
             return False
+        self.cache.owner.stats.reason = "memory"
         self.cache.tree.drop(node)
         return True
 

@@ -28,7 +28,8 @@ class TreeStats:
         #: Prompt tokens that came from the tree, and all of them, by method, once per request.
         self.hit_tokens: Counter[str] = Counter()
         self.prompt_tokens: Counter[str] = Counter()
-        #: Tokens by ``step/reason``: thin, empty, remove or snapshot; memory, ids or flush.
+        #: Tokens by ``step/reason``: thin, empty, remove or snapshot; memory, ids,
+        #: flush or superseded (an end that its session has left behind).
         self.given_up: Counter[str] = Counter()
         self._spread: dict[str, int] = {}
         self._walk_again = 0.0

@@ -50,12 +50,14 @@ class TreeServer:
         self.hits += match.device_prefix_len
         yield {"meta_info": {"cached_tokens": match.device_prefix_len}}
 
-    def metric(self, name: str) -> float:
+    def get(self, path: str) -> str:
+        """As a server that has evicted nothing: a counter with labels has no line until then."""
+        assert path == "/metrics"
         assert self.ours, "stock SGLang has no such metric"
-        return {
-            "sglang_kv:prefix_hit_tokens_total": 100.0 + self.hits,
-            "sglang_kv:prefix_evicted_tokens_total": 7.0,
-        }[name]
+        return (
+            "# TYPE sglang_kv:prefix_hit_tokens_total counter\n"
+            f'sglang_kv:prefix_hit_tokens_total{{model="m",policy="none"}} {100.0 + self.hits}\n'
+        )
 
 
 @pytest.fixture

@@ -14,9 +14,8 @@ const bf16* matrix(TensorView t, const char* name, int ndim) {
 
 void linear_cpu(TensorView x, TensorView weight, Optional<TensorView> bias, TensorView out,
                 int64_t num_threads) {
-  require_cpu(x, "x", 2);
-  SGLANG_KV_REQUIRE(is_f32(x) && x.IsContiguous(), "x must be contiguous float32");
-  const bf16* from = matrix(weight, "weight", 2);
+  const bf16* from = matrix(x, "x", 2);
+  const bf16* by = matrix(weight, "weight", 2);
   const int64_t rows = x.size(0), outputs = weight.size(0), size = weight.size(1);
   SGLANG_KV_REQUIRE(x.size(1) == size,
                     "x has rows of " << x.size(1) << ", weight has rows of " << size);
@@ -31,8 +30,8 @@ void linear_cpu(TensorView x, TensorView weight, Optional<TensorView> bias, Tens
   const bf16* to = matrix(out, "out", 2);
   SGLANG_KV_REQUIRE(out.size(0) == rows && out.size(1) == outputs,
                     "out must be [" << rows << ", " << outputs << "]");
-  linear(static_cast<const float*>(x.data_ptr()), from, shift, const_cast<bf16*>(to), rows,
-         outputs, size, static_cast<int>(num_threads));
+  linear(from, by, shift, const_cast<bf16*>(to), rows, outputs, size,
+         static_cast<int>(num_threads));
 }
 
 }  // namespace

@@ -79,23 +79,26 @@ SGLANG_KV_INLINE F32x16 dot_bf16(F32x16 acc, I32x16 a, I32x16 b) {
 }
 
 #if !SGLANG_KV_AVX512
-// Lane i of the result is the sum of r[i]'s lanes.
-SGLANG_KV_INLINE F32x16 reduce_parts(const FloatPart* r) {
-  F32x16 sums;
+// Lane i of the result is the sum of r[i]'s lanes; as many of r as a native vector has.
+SGLANG_KV_INLINE FloatPart reduce_part(const FloatPart* r) {
 #if defined(__AVX__)
   // Pairs of rows share a vector after each step, as in reduce_rows below.
-  for (int i = 0; i < F32x16::kParts; ++i, r += kNativeLanes) {
-    const __m256 a = _mm256_hadd_ps(_mm256_hadd_ps(r[0], r[1]), _mm256_hadd_ps(r[2], r[3]));
-    const __m256 b = _mm256_hadd_ps(_mm256_hadd_ps(r[4], r[5]), _mm256_hadd_ps(r[6], r[7]));
-    sums.part[i] = _mm256_permute2f128_ps(a, b, 0x20) + _mm256_permute2f128_ps(a, b, 0x31);
-  }
+  const __m256 a = _mm256_hadd_ps(_mm256_hadd_ps(r[0], r[1]), _mm256_hadd_ps(r[2], r[3]));
+  const __m256 b = _mm256_hadd_ps(_mm256_hadd_ps(r[4], r[5]), _mm256_hadd_ps(r[6], r[7]));
+  return _mm256_permute2f128_ps(a, b, 0x20) + _mm256_permute2f128_ps(a, b, 0x31);
 #else
-  for (int i = 0; i < kLanes; ++i) {
-    float sum = 0.f;
-    for (int j = 0; j < kNativeLanes; ++j) sum += r[i][j];
-    sums.set(i, sum);
+  FloatPart sums;
+  for (int i = 0; i < kNativeLanes; ++i) {
+    sums[i] = 0.f;
+    for (int j = 0; j < kNativeLanes; ++j) sums[i] += r[i][j];
   }
+  return sums;
 #endif
+}
+// The same of sixteen.
+SGLANG_KV_INLINE F32x16 reduce_parts(const FloatPart* r) {
+  F32x16 sums;
+  for (int i = 0; i < F32x16::kParts; ++i) sums.part[i] = reduce_part(r + i * kNativeLanes);
   return sums;
 }
 #endif

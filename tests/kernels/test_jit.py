@@ -1,12 +1,16 @@
 import os
+import platform
+import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import tvm_ffi
 
 from sglang_kv.kernels import jit
 
 SOURCE_DIR = "sglang_kv.kernels.jit._SOURCE_DIR"
+CSRC = Path(jit.__file__).parent / "csrc"
 
 
 @pytest.fixture
@@ -44,6 +48,18 @@ def test_plain_differs_from_native_just_where_there_is_avx512(
         jit.build_kernels(isa, tmp_path / "cache").read_bytes() for isa in ("native", "plain")
     )
     assert (native == plain) == ("avx512f" not in Path("/proc/cpuinfo").read_text())
+
+
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="not for this CPU")
+@pytest.mark.parametrize("name", sorted(path.name for path in CSRC.glob("*.cpp")))
+@pytest.mark.parametrize("cpu", ["skylake-avx512", "sapphirerapids"])
+def test_what_wider_cpus_compile_is_correct_here(name: str, cpu: str) -> None:
+    """The code for AVX-512, without and with bf16 products, which this CPU may not run."""
+    includes = [f"-I{path}" for path in tvm_ffi.libinfo.include_paths()]
+    command = [os.environ.get("CXX", "c++"), "-std=c++17", f"-march={cpu}", "-fopenmp"]
+    command += ["-fsyntax-only", *includes, str(CSRC / name)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4000:]
 
 
 def test_another_cpu_gets_another_build(

@@ -164,7 +164,7 @@ def test_what_several_read_outlives_what_one_read() -> None:
 
 def test_a_key_that_only_ends_in_a_node_is_no_second_reader() -> None:
     tree: RadixTree[range] = RadixTree(2)
-    tree.insert(Key.of(range(8)), range(8))
+    tree.credit(tree.insert(Key.of(range(8)), range(8)).node)
     tree.insert(Key.of(range(4)), range(4))  # where its prompt had ended
     assert not any(node.forked for node in tree.nodes())
     tree.match(Key.of(range(8)), limit=6)
@@ -175,3 +175,28 @@ def test_a_key_that_only_ends_in_a_node_is_no_second_reader() -> None:
     tree.credit(tail)
     assert not tail.forked
     assert tail.path()[0].forked
+
+
+def test_an_answer_that_comes_back_in_other_tokens_is_no_second_reader() -> None:
+    """Nobody was credited for the answer, so who goes on beside it is the prompt's reader again."""
+    tree: RadixTree[range] = RadixTree(2)
+    first = tree.insert(Key.of(range(4)), range(4))
+    tree.credit(first.node)
+    tree.insert(Key.of(range(8)), range(8))  # with its answer, [4, 8)
+    again = [0, 1, 2, 3, 40, 50]
+    tree.match(Key.of(again))
+    second = tree.insert(Key.of(again), range(6))
+    assert second.goes_on
+    tree.credit(second.node, goes_on=True)
+    assert not any(node.forked for node in tree.nodes())
+    # A part of the answer comes back as it was.
+    tree.insert(Key.of([*again, 60, 61, 62, 63]), range(10))
+    partly = [*again, 60, 61, 70, 71]
+    tree.match(Key.of(partly))
+    third = tree.insert(Key.of(partly), range(10))
+    assert third.goes_on
+    assert not any(node.forked for node in tree.nodes())
+    # Another prompt that leaves a credited one is another reader.
+    other = tree.insert(Key.of([0, 1, 2, 3, 80, 81]), range(6))
+    assert not other.goes_on
+    assert [node.end for node in tree.nodes() if node.forked] == [4]

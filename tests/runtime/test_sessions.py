@@ -78,6 +78,34 @@ def test_from_one_end_two_ways_lead_on() -> None:
     h.check_empty()
 
 
+def test_an_end_that_several_go_on_from_stays() -> None:
+    """A session's later turns do not take away what other sessions began with."""
+    h = Harness(page_size=4, pool_tokens=4096, virtual_tokens=8192)
+    prologue, _ = turn(h, words(100), STREAMING, answer=8)
+    sessions = [[*prologue, *words(30, seed)] for seed in (1, 2)]
+    for _ in range(3):
+        sessions = [
+            [*turn(h, ids, STREAMING, answer=5)[0], *words(20, len(ids))] for ids in sessions
+        ]
+    _, known = turn(h, [*prologue, *words(30, 3)], STREAMING, answer=5)
+    assert known == 108
+    given_up = h.tree.owner.stats.given_up
+    assert set(given_up) == {"snapshot/superseded"}
+    h.check_empty()
+
+
+def test_a_session_alone_leaves_its_earlier_ends_behind() -> None:
+    h = Harness(page_size=4, pool_tokens=4096, virtual_tokens=8192)
+    first, _ = turn(h, words(100), STREAMING, answer=8)
+    ids = first
+    for seed in range(3):
+        ids, _ = turn(h, [*ids, *words(30, seed)], STREAMING, answer=5)
+    assert len(h.tree.snapshots.of_node) == 2  # the last, and the one before it
+    _, known = turn(h, [*first, *words(9, 8)], STREAMING, answer=5)
+    assert known <= 28  # the dense prefix
+    h.check_empty()
+
+
 @pytest.mark.parametrize(
     "other",
     [

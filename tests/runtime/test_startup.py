@@ -131,6 +131,7 @@ GOOD: dict[str, list[str]] = {
         *("--prefix-sharing", "tenant", "--tenant-header", "X-Tenant", "--prefix-thinning"),
         *("--radix-eviction-policy", "importance"),
     ],
+    "recompute cost alone": [*ON, "--radix-eviction-policy", "cost"],
     "preset": [
         *("--kv-preset", "document", CONFIG, '{"threshold": 0.3}'),
         *("--kv-pressure", "evict", "--kv-pressure-floor", "1"),
