@@ -6,7 +6,9 @@ A model reads every prompt of three workloads (`prefix_text`), and the attention
 is kept head by head. The tree is then replayed with the same attention under other weights, at
 equal memory: calibrated gates, all-one gates, the same gates dealt out to other heads, no attention
 at all (who reads, when and how often), and without importance: cost to recompute alone, lru, lfu,
-slru; with what nobody can exceed. One JSON line per workload and size of memory.
+slru; with what nobody can exceed. The first four also with a half-life so long that attention
+outweighs recency, so that the weights can make a difference if they are worth anything. One JSON
+line per workload and size of memory.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from sglang_kv.benchmarks.common import record
 from sglang_kv.benchmarks.prefix_text import TEXTS, Traffic
 from sglang_kv.compression.gates import HeadGates, load_gates
-from sglang_kv.radix.importance import page_density
+from sglang_kv.radix.importance import HALF_LIFE, page_density
 from sglang_kv.radix.optimum import optimum
 from sglang_kv.radix.replay import replay, with_signal
 from sglang_kv.radix.trace import Request
@@ -34,6 +36,9 @@ from sglang_kv.worth import QUERIES, SINKS
 
 PAGE = 16
 SHUFFLES = 5
+#: A half-life, in fillings of the memory, at which what drew attention outlives what came lately.
+LONG = 4.0
+OTHERS = {"recompute cost": "cost", "lru": "lru", "lfu": "lfu", "slru": "slru"}
 Mass = NDArray[np.float32]  # [layers, kv_heads, tokens]
 
 
@@ -116,32 +121,40 @@ def weighted(traffic: Traffic, seen: list[Mass], weights: NDArray[Any]) -> list[
     return trace
 
 
-def compare(
-    traffic: Traffic, seen: list[Mass], gates: HeadGates, memory: int
-) -> dict[str, int | float]:
-    """Hit tokens of each arm; shuffled gates: the mean of some shuffles."""
+class Arms:
+    """The same traffic and attention under each arm's weights."""
 
-    def hits(trace: list[Request], order: str = "importance") -> int:
-        return replay(trace, memory, order, page_size=PAGE).hit_tokens
+    def __init__(self, traffic: Traffic, seen: list[Mass], gates: HeadGates):
+        values = gates.values
+        rng = np.random.default_rng(0)
+        self.gated = weighted(traffic, seen, values)
+        self.plain = weighted(traffic, seen, np.ones_like(values))
+        self.shuffled = [
+            weighted(traffic, seen, rng.permutation(values.ravel()).reshape(values.shape))
+            for _ in range(SHUFFLES)
+        ]
 
-    values = gates.values
-    plain = weighted(traffic, seen, np.ones_like(values))
-    rng = np.random.default_rng(0)
-    shuffled = [
-        hits(weighted(traffic, seen, rng.permutation(values.ravel()).reshape(values.shape)))
-        for _ in range(SHUFFLES)
-    ]
-    return {
-        "calibrated gates": hits(weighted(traffic, seen, values)),
-        "all-one gates": hits(plain),
-        "shuffled gates": round(sum(shuffled) / len(shuffled)),
-        "no attention": hits(with_signal(plain, "uniform")),
-        "recompute cost": hits(plain, "cost"),
-        "lru": hits(plain, "lru"),
-        "lfu": hits(plain, "lfu"),
-        "slru": hits(plain, "slru"),
-        "optimum": optimum(plain, memory, page_size=PAGE),
-    }
+    def by_weights(self, memory: int, half_life: float) -> dict[str, int]:
+        """Hit tokens of `importance` by whose attention counts; shuffled: the mean of some."""
+
+        def hits(trace: list[Request]) -> int:
+            done = replay(trace, memory, "importance", page_size=PAGE, half_life=half_life)
+            return done.hit_tokens
+
+        return {
+            "calibrated gates": hits(self.gated),
+            "all-one gates": hits(self.plain),
+            "shuffled gates": round(sum(map(hits, self.shuffled)) / SHUFFLES),
+            "no attention": hits(with_signal(self.plain, "uniform")),
+        }
+
+    def without_importance(self, memory: int) -> dict[str, int]:
+        """Hit tokens of the other orders, and their bound."""
+        found = {
+            name: replay(self.plain, memory, order, page_size=PAGE).hit_tokens
+            for name, order in OTHERS.items()
+        }
+        return {**found, "optimum": optimum(self.plain, memory, page_size=PAGE)}
 
 
 def agreement(traffic: Traffic, seen: list[Mass], gates: HeadGates) -> float:
@@ -170,7 +183,7 @@ def run(
     begin = time.perf_counter()
     seen = masses(traffic, reader)
     took = time.perf_counter() - begin
-    alike = agreement(traffic, seen, gates)
+    alike, arms = agreement(traffic, seen, gates), Arms(traffic, seen, gates)
     for memory in sizes:
         row = {
             "arm": f"{name} {memory}",
@@ -179,7 +192,12 @@ def run(
             "requests": len(traffic.turns),
             "prompt_tokens": sum(len(traffic.prompt(turn)) for turn in traffic.turns),
             "seed": seed,
-            "hit_tokens": compare(traffic, seen, gates, memory),
+            "hit_tokens": {
+                **arms.by_weights(memory, HALF_LIFE),
+                **arms.without_importance(memory),
+            },
+            "long_half_life": LONG,
+            "hit_tokens_at_long": arms.by_weights(memory, LONG),
             "gated_and_plain_correlate": alike,
             "reading_s": round(took, 1),
             **about,

@@ -55,10 +55,17 @@ def gates() -> str:
     if not rows:
         return NOTHING
     arms = (*GATES, "lru", "lfu", "slru", "optimum")
-    table = head("workload", "memory", *arms)
+    table = head("workload", "memory", "half-life", *arms)
     for row in rows:
-        hits = [f"{row['hit_tokens'][arm]:,}" for arm in arms]
-        table.append(f"| `{row['traffic']}` | {row['memory_tokens']:,} | {' | '.join(hits)} |")
+        lines_of = [("1/16", row["hit_tokens"])]
+        if "hit_tokens_at_long" in row:
+            lines_of.append((f"{row['long_half_life']:.0f}", row["hit_tokens_at_long"]))
+        for half_life, found in lines_of:
+            hits = [f"{found[arm]:,}" if arm in found else "" for arm in arms]
+            table.append(
+                f"| `{row['traffic']}` | {row['memory_tokens']:,} | {half_life} "
+                f"| {' | '.join(hits)} |"
+            )
     first = next(iter(rows))
     alike = {row["traffic"]: row["gated_and_plain_correlate"] for row in rows}
     said = ", ".join(f"{name} {value:.2f}" for name, value in alike.items())

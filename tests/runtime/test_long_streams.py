@@ -57,24 +57,56 @@ def logprobs(answer: Any) -> torch.Tensor:
 
 def test_the_papers_loop(server: Server, short_model: Path, text_ids: list[int]) -> None:
     """Prompt and answer, before, at and after positions move down."""
-    from transformers import AutoModelForCausalLM
-
-    answer = server.generate(
-        text_ids[:150],
-        POLICY,
-        max_new_tokens=60,
-        ignore_eos=True,
-        return_logprob=True,
-        logprob_start_len=0,
-    )
-    ids = text_ids[:150] + answer["output_ids"]
-    model = AutoModelForCausalLM.from_pretrained(short_model, dtype=torch.float32)
-    expected = torch.tensor(llama_logprobs(model, ids, 4, 28))
-    torch.testing.assert_close(logprobs(answer), expected, atol=2e-3, rtol=0)
+    answer = as_the_papers_loop(server, short_model, text_ids[:150], POLICY)
     report = answer["meta_info"]["kv_compression"]
     assert report["parameters"]["positions"] == "cache"
     assert report["logical_tokens"] == 150 + 59
     assert report["kept_tokens"] == 32
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("positions", "scaling", "sinks", "recent", "chunk"),
+    [
+        (TRAINED, None, 1, 63, 64),
+        (TRAINED, SCALING, 4, 60, 32),
+        (TRAINED // 4, {"rope_type": "linear", "factor": 4.0}, 2, 50, 48),
+        (TRAINED // 4, {"rope_type": "yarn", "factor": 4.0}, 8, 40, 80),
+    ],
+)
+def test_the_papers_loop_with_other_angles_and_sizes(
+    demo_model: Path,
+    tmp_path: Path,
+    text_ids: list[int],
+    positions: int,
+    scaling: dict[str, Any] | None,
+    sinks: int,
+    recent: int,
+    chunk: int,
+) -> None:
+    model = shortened(demo_model, tmp_path / "model", positions, scaling)
+    flags = ["--kv-compression", "streamingllm", "--dtype", "float32", "--sleep-on-idle"]
+    flags += ["--context-length", "4096", "--max-total-tokens", "2048"]
+    flags += ["--chunked-prefill-size", str(chunk)]
+    policy = {"method": "streamingllm", "sinks": sinks, "recent": recent}
+    with WarmServer(model, *flags, env={"OMP_WAIT_POLICY": "PASSIVE", **LONGER}) as running:
+        as_the_papers_loop(running, model, text_ids[:150], policy)
+        # The positions end where the test says they do.
+        said = refusal(lambda: running.generate(text_ids[:300], NONE))
+        assert f"exceeds the {TRAINED} positions" in said
+
+
+def as_the_papers_loop(server: Server, model: Path, prompt: list[int], policy: Any) -> Any:
+    """A prompt and 60 tokens more have the loop's log probabilities; returns the answer."""
+    from transformers import AutoModelForCausalLM
+
+    ask = {"max_new_tokens": 60, "ignore_eos": True, "return_logprob": True}
+    answer = server.generate(prompt, policy, **ask, logprob_start_len=0)
+    loop = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    ids = prompt + answer["output_ids"]
+    expected = torch.tensor(llama_logprobs(loop, ids, policy["sinks"], policy["recent"]))
+    torch.testing.assert_close(logprobs(answer), expected, atol=1e-3, rtol=0)
+    return answer
 
 
 def test_streams_of_any_length_side_by_side(server: Server, text_ids: list[int]) -> None:
