@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
-from sglang_kv.benchmarks.records import Row, newest, number_needles, planned
+from sglang_kv.benchmarks.methods import not_the_preset
+from sglang_kv.benchmarks.records import (
+    Row,
+    at_once,
+    commits,
+    decode_speeds,
+    newest,
+    number_needles,
+    planned,
+    suite_cells,
+)
+from sglang_kv.benchmarks.verdicts import percent
 from sglang_kv.planner.find import find_model
+
+#: Prompt tokens of the needles: of several lengths in one figure, a window keeps several shares.
+NEEDLES_AT = 4096
+PENDING = "not measured yet"
 
 #: What each traffic is served with, and which arms speak for and against it.
 TRAFFIC = (
     (
         "endless dialogue, agents, logs: only the recent matters",
-        "`streamingllm`, 4 sinks + 4,096",
+        "`streamingllm`, sinks + a window",
         "streamingllm 0.25",
         "streamingllm 4+1020",
         "streamingllm 1/4",
@@ -54,44 +69,68 @@ TRAFFIC = (
 
 def traffic() -> str:
     """Which method for which traffic, with needles, agreement, decode speed and requests."""
-    head = ["traffic", "method", "7-digit needles, of the full cache's", "same next token"]
+    head = ["traffic", "method", f"7-digit needles at {NEEDLES_AT:,}", "same next token"]
     head += ["decode beside `none`", "at once beside `none`"]
     rows = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
+    used: list[Row] = []
     for kind, method, needles, fidelity, speed in TRAFFIC:
-        cells = [kind, method, _needles(needles), _agreement(fidelity)]
-        cells += [_speed(speed), _requests(speed)]
+        cells = [kind, method, _needles(needles, used), _agreement(fidelity, used)]
+        cells += [_speed(speed, used), _requests(speed, used)]
         rows.append("| " + " | ".join(cells) + " |")
-    return "\n".join(rows)
+    said = (
+        "In brackets: 95 %, and the arm that was measured. Needles: of those that the full cache "
+        "finds, the question in the prompt. Same next token: as the full cache's, n tokens at the "
+        "longest prompts; the 95 % takes tokens as independent. Decode and requests at once: one "
+        "run each."
+    )
+    if used:
+        said += f" Commits {commits(used)}."
+    return "\n".join([*rows, "", said])
 
 
-def _needles(arm: str) -> str:
-    cell = number_needles(arm)
+def _label(row: Row) -> str:
+    """The arm, and what a preset's was measured with that is the preset's no more."""
+    other = not_the_preset(row["arm"], row["policy"])
+    return f"{row['arm']}, {other}" if other else str(row["arm"])
+
+
+def _needles(arm: str, used: list[Row]) -> str:
+    cell = number_needles(arm, length=NEEDLES_AT)
     if cell is None:
-        return "not measured yet"
-    return f"{cell['kept']}/{cell['full_hits']} ({arm})"
+        return PENDING
+    used.append(cell)
+    found = f"{cell['kept']}/{cell['full_hits']}"
+    return f"{found} ({percent(cell['kept_interval'])}; {_label(cell)})"
 
 
-def _agreement(arm: str) -> str:
-    row = newest("quality", suite="fidelity").get(arm)
-    if row is None:
-        return "not measured yet"
-    cell = [c for c in row["cells"] if c["column"] == "aware"][-1]
-    return f"{cell['agreed'] / cell['tokens']:.1%} at {cell['length']:,} ({arm})"
+def _agreement(arm: str, used: list[Row]) -> str:
+    cells = suite_cells("fidelity", "column", "length").get(arm, {})
+    aware = {length: cell for (column, length), cell in cells.items() if column == "aware"}
+    if not aware:
+        return PENDING
+    cell = aware[max(aware)]
+    used.append(cell)
+    share = f"{cell['agreed'] / cell['tokens']:.1%} of {cell['tokens']} at {cell['length']:,}"
+    return f"{share} ({percent(cell['interval'])}; {_label(cell)})"
 
 
-def _speed(arm: str) -> str:
-    rows = newest("decode_speed")
+def _speed(arm: str, used: list[Row]) -> str:
+    rows = decode_speeds()
     if arm not in rows or "none" not in rows:
-        return "not measured yet"
-    return f"{rows[arm]['decode_tok_s'] / rows['none']['decode_tok_s']:.2f}x"
+        return PENDING
+    used += [rows["none"], rows[arm]]
+    ratio = f"{rows[arm]['decode_tok_s'] / rows['none']['decode_tok_s']:.2f}x"
+    return f"{ratio} ({_label(rows[arm])})"
 
 
-def _requests(arm: str) -> str:
-    rows: dict[str, Row] = newest("concurrency")
+def _requests(arm: str, used: list[Row]) -> str:
+    rows = {row["arm"]: row for row in at_once()}
     if arm not in rows or "none" not in rows:
-        return "not measured yet"
-    ours, dense = rows[arm]["running_at_once"], rows["none"]["running_at_once"]
-    return f"{ours} / {dense}"
+        return PENDING
+    used += [rows["none"], rows[arm]]
+    other = not_the_preset(arm, rows[arm]["policy"])
+    counts = f"{rows[arm]['running_at_once']} / {rows['none']['running_at_once']}"
+    return f"{counts} ({other})" if other else counts
 
 
 def questions() -> str:
@@ -100,29 +139,30 @@ def questions() -> str:
     (dense,) = planned("llama-3.1-8b", "--context", "128k", "--device", "h100")
     kv, weights = dense["per_request"]["kv"] / 2**30, dense["weights"] / 2**30
     group = find_model("llama-3-8b").full[0]
-    windowed = newest("quality", suite="perplexity").get("streamingllm 4+1020")
-    stable = "not measured yet"
-    if windowed:
-        cell = windowed["summary"][-1]
+    texts = suite_cells("perplexity", "length", field="summary").get("streamingllm 4+1020")
+    stable = PENDING
+    if texts:
+        cell = texts[max(texts)]
+        low, high = cell["ratio_interval"]
         stable = (
             f"with them, perplexity over {cell['length']:,} tokens is {cell['ratio']:.3f} times "
-            f"the full cache's ({windowed['model']})"
+            f"the full cache's ({low:.3f} - {high:.3f}; {cell['model']})"
         )
-    speed = newest("decode_speed")
-    cost = "not measured yet"
+    speed = decode_speeds()
+    cost = PENDING
     if {"snapkv 1/4", "pyramidkv 1/4"} <= set(speed):
         cost = " and ".join(
             f"{speed[a]['decode_tok_s']:.0f} tok/s ({a})" for a in ("snapkv 1/4", "pyramidkv 1/4")
         )
     duo = number_needles("duoattention 0.5")
-    found = "not measured yet"
+    found = PENDING
     if duo:
         found = (
             f"with half of them streaming, {duo['kept']} of {duo['full_hits']} needles are found "
             f"with {duo['memory']:.0%} of the memory"
         )
     pressure = newest("pressure").get("evict")
-    freed = "not measured yet"
+    freed = PENDING
     if pressure:
         freed = (
             f"{pressure['tokens_evicted']:,} tokens taken from running requests gave "
@@ -143,7 +183,7 @@ def questions() -> str:
         ),
         "SnapKV or PyramidKV?": (
             "The same choice of tokens; PyramidKV gives early layers more and late ones less, at "
-            f"the same total. Decode costs the same, {cost}; which is closer to the full cache "
+            f"the same total. In decode: {cost}; which is closer to the full cache "
             "depends on the model: see the claims above."
         ),
         "What are retrieval heads?": (

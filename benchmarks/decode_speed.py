@@ -27,6 +27,8 @@ from sglang_kv.benchmarks.common import read_bandwidth_gb_s, record
 from sglang_kv.benchmarks.methods import NONE, PAGE, arms, geometry_of, plan_of
 from sglang_kv.benchmarks.server import Server, generate_body
 
+STOCK = "stock"
+
 
 def run_batch(
     server: Server, prompts: list[list[int]], policy: dict[str, Any] | None, new_tokens: int
@@ -70,6 +72,15 @@ def measure(
     }
 
 
+def sizes_of(model: str) -> tuple[int, int | None]:
+    """The size of a KV head, and the bytes of the weights; None where they are in no folder."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(model)
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return int(head), sum(path.stat().st_size for path in Path(model).glob("*.safetensors")) or None
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
@@ -79,18 +90,31 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=4000)
     parser.add_argument("--steps", type=int, default=48, help="decoded tokens per request")
     parser.add_argument("--arms", help="comma-separated; default: stock and all")
-    parser.add_argument("--head-dim", type=int, default=64)
-    parser.add_argument("--weight-bytes", type=float, default=269e6, help="read once per step")
+    parser.add_argument(
+        "--weight-bytes", type=float, help="read once per step (default: the folder's safetensors)"
+    )
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
+    policies = arms(args.context, (4,))
+    chosen = args.arms.split(",") if args.arms else [STOCK, *policies]
+    for name in chosen:
+        if name != STOCK and name not in policies:
+            parser.error(f"--arms: {name!r} is none of {', '.join([STOCK, *policies])}")
+    for flag, least in (("batch", 1), ("context", 1), ("steps", 2)):
+        if getattr(args, flag) < least:
+            parser.error(f"--{flag}: must be at least {least}, got {getattr(args, flag)}")
+    head_dim, weight_bytes = sizes_of(args.model)
+    weight_bytes = args.weight_bytes or weight_bytes
+    if weight_bytes is None:
+        parser.error(f"--weight-bytes: {args.model} is no folder of safetensors; give the bytes")
     bandwidth = read_bandwidth_gb_s()
     pool = args.batch * (args.context + args.steps + 64) + 4096
     flags = ["--max-total-tokens", str(pool), "--max-running-requests", str(max(8, args.batch))]
     flags += ["--chunked-prefill-size", "4096", "--page-size", "16", "--disable-radix-cache"]
-    geometry, policies = geometry_of(args.model), arms(args.context, (4,))
+    geometry = geometry_of(args.model)
     base: float | None = None
     uncompressed: float | None = None
-    for arm in args.arms.split(",") if args.arms else ["stock", *policies]:
+    for arm in chosen:
         policy = policies.get(arm)
         extra = ["--kv-compression", "none"] if policy else ["--attention-backend", "torch_native"]
         with Server(args.model, *flags, *extra) as server:
@@ -99,8 +123,8 @@ def main() -> None:
             backend = "sglang_kv" if "impl=HeadPageRadixCache" in server.log else "stock"
         plan = plan_of(policy or NONE, geometry, args.context)
         # A head page: K and V of bf16.
-        kv_bytes = plan.pages(args.context + args.steps // 2) * PAGE * args.head_dim * 4
-        limit_s = (args.weight_bytes + args.batch * kv_bytes) / (bandwidth * 1e9)
+        kv_bytes = plan.pages(args.context + args.steps // 2) * PAGE * head_dim * 4
+        limit_s = (weight_bytes + args.batch * kv_bytes) / (bandwidth * 1e9)
         base = base or row["decode_tok_s"]
         if arm == "none":
             uncompressed = row["prefill_tok_s"]
@@ -108,6 +132,7 @@ def main() -> None:
             "decode_speed",
             {
                 "arm": arm,
+                "model": Path(args.model).name,
                 "proved": backend,
                 "batch": args.batch,
                 "context": args.context,

@@ -5,8 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from sglang_kv.benchmarks import endless_figures
+from sglang_kv.benchmarks.common import wilson
 from sglang_kv.benchmarks.figure import Figure, Series
-from sglang_kv.benchmarks.records import at_once, lines, needle_cells, newest
+from sglang_kv.benchmarks.methods import not_the_preset
+from sglang_kv.benchmarks.records import (
+    Row,
+    at_once,
+    largest_lines,
+    needle_cells,
+    newest,
+    suite_cells,
+)
 
 #: The workload whose hits by memory are plotted.
 PREFIXES = "shared_system_prompts"
@@ -16,14 +25,14 @@ def quality_against_memory() -> Figure | None:
     """Needles kept against memory kept, one point per arm with the question seen."""
     points: list[Series] = []
     lengths, models = set[int](), set[str]()
-    for arm, cells in needle_cells().items():
+    for cells in needle_cells().values():
         cell = cells.get(("number", "aware"))
         if cell is None or not cell["full_hits"] or cell["memory"] is None:
             continue
         low, high = cell["kept_interval"]
         share = cell["kept"] / cell["full_hits"]
         points.append(
-            Series(f"{arm} (n={cell['full_hits']})", ((cell["memory"], share, low, high),))
+            Series(f"{_label(cell)} (n={cell['full_hits']})", ((cell["memory"], share, low, high),))
         )
         lengths |= set(cell["lengths"])
         models.add(cell["model"])
@@ -41,23 +50,29 @@ def quality_against_memory() -> Figure | None:
 
 
 def agreement_against_memory() -> Figure | None:
-    """Next-token agreement against memory kept, over all lengths."""
+    """Next-token agreement against memory kept, over all lengths of an arm's largest run."""
     points = []
-    for arm, row in newest("quality", suite="fidelity").items():
+    lengths, models = set[int](), set[str]()
+    for row in largest_lines("fidelity").values():
         cells = [cell for cell in row["cells"] if cell["column"] == "aware"]
         agreed, tokens = (sum(cell[key] for cell in cells) for key in ("agreed", "tokens"))
-        point = (row["memory"], agreed / tokens, None, None)
-        points.append(Series(f"{arm} (n={tokens})", (point,)))
+        if not tokens:
+            continue
+        low, high = wilson(agreed, tokens) or (None, None)
+        point = (row["memory"], agreed / tokens, low, high)
+        points.append(Series(f"{_label(row)} (n={tokens})", (point,)))
+        lengths |= {cell["length"] for cell in cells}
+        models.add(row["model"])
     if not points:
         return None
     return Figure(
         "agreement-memory",
-        f"Same next token as the full cache, against memory ({_of('fidelity')})",
+        f"Same next token as the full cache, against memory ({_named(models, lengths)})",
         "share of the KV memory kept",
         "same next token",
         "points",
         tuple(points),
-        "filled: no other arm agrees more with less",
+        "bars: 95 %, tokens taken as independent; filled: no other arm agrees more with less",
     )
 
 
@@ -99,25 +114,38 @@ def requests_that_fit() -> Figure | None:
 
 def perplexity_against_position() -> Figure | None:
     """Perplexity beside the full cache's on the same tokens, by position in the longest text."""
-    rows = newest("quality", suite="perplexity")
-    if not rows:
+    arms = suite_cells("perplexity", "length", "from")
+    every = [cell for cells in arms.values() for cell in cells.values()]
+    if not every:
         return None
-    longest = max(cell["length"] for row in rows.values() for cell in row["cells"])
+    longest = max(cell["length"] for cell in every)
     series = []
-    for arm, row in rows.items():
-        cells = [cell for cell in row["cells"] if cell["length"] == longest]
-        found = tuple((float(c["from"]), c["ratio"], *c["ratio_interval"]) for c in cells)
-        if found and arm != "none":
-            series.append(Series(arm, found))
+    for arm, cells in arms.items():
+        shown = sorted((c for c in cells.values() if c["length"] == longest), key=_start)
+        points = tuple((float(c["from"]), c["ratio"], *c["ratio_interval"]) for c in shown)
+        if points and arm != "none":
+            series.append(Series(_label(shown[0]), points))
+    models = {cell["model"] for cell in every}
     return Figure(
         "perplexity-position",
-        f"Perplexity beside the full cache's ({_of('perplexity', longest)})",
+        f"Perplexity beside the full cache's ({_named(models, {longest})})",
         "position",
         "perplexity / full cache's",
         "lines",
         tuple(series),
-        "methods that act once begin at their fold, half the text",
+        "methods that act once begin at their fold, half the text; bars: 95 %, tokens taken as "
+        "independent",
     )
+
+
+def _label(row: Row) -> str:
+    """The arm, and what a preset's was measured with that is the preset's no more."""
+    other = not_the_preset(row["arm"], row["policy"]).replace("`", "")
+    return f"{row['arm']}, {other}" if other else str(row["arm"])
+
+
+def _start(cell: Row) -> int:
+    return int(cell["from"])
 
 
 def hit_rate_against_memory() -> Figure | None:
@@ -145,13 +173,6 @@ def hit_rate_against_memory() -> Figure | None:
         "lines",
         tuple(series),
     )
-
-
-def _of(suite: str, only: int | None = None) -> str:
-    """The models and lengths of a suite's lines."""
-    rows = [row for row in lines("quality") if row["suite"] == suite]
-    lengths = {n for row in rows for n in row["settings"]["lengths"]}
-    return _named({row["model"] for row in rows}, {only} if only else lengths)
 
 
 def _named(models: set[str], lengths: set[int]) -> str:

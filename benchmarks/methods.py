@@ -18,6 +18,20 @@ def copy(keep_ratio: float) -> Policy:
     return {**PRESETS["copy"].policy(has_gates=True), "keep_ratio": keep_ratio}
 
 
+def not_the_preset(arm: str, policy: Policy | None) -> str:
+    """How a line of an arm that bears a preset's name differs from the preset as it is today.
+
+    The share kept is the arm's own. Empty where there is no difference, and no such preset.
+    """
+    name = arm.split()[0]
+    if name not in PRESETS or policy is None:
+        return ""
+    now = PRESETS[name].policy(has_gates=True)
+    now |= {key: policy[key] for key in ("keep_ratio",) if key in policy}
+    today, then = parse_policy(now).parameters, parse_policy(policy).parameters
+    return ", ".join(f"`{key}` {value}" for key, value in then.items() if today.get(key) != value)
+
+
 def arms(context: int, parts: tuple[int, ...] = (2, 4, 8)) -> dict[str, Policy]:
     """`none`, then every method at shares of the prompt."""
     found: dict[str, Policy] = {"none": NONE}

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from sglang_kv.benchmarks.figure import Figure, best
+from sglang_kv.benchmarks.figure import Figure, Point, best
 from sglang_kv.benchmarks.figures import figures
 
 MARKERS = "osD^vP*XhpdH<>"
@@ -57,12 +57,11 @@ def _points(axes: Any, figure: Figure) -> None:
     """A marker per arm, named in the legend; filled where nothing else is better with less."""
     points = [series.points[0] for series in figure.series]
     leading = best([(float(x), y) for x, y, _, _ in points])
-    for i, (series, (x, y, low, high)) in enumerate(zip(figure.series, points, strict=True)):
-        bars = None if low is None or high is None else [[max(0, y - low)], [max(0, high - y)]]
+    for i, (series, (x, y, _, _)) in enumerate(zip(figure.series, points, strict=True)):
         axes.errorbar(
             [x],
             [y],
-            yerr=bars,
+            yerr=bars_of(series.points),
             fmt=MARKERS[i % len(MARKERS)],
             color="black",
             ecolor="0.6",
@@ -76,17 +75,31 @@ def _points(axes: Any, figure: Figure) -> None:
 
 
 def _lines(axes: Any, figure: Figure) -> None:
+    """A line per arm; bars where a point has an interval."""
     for i, series in enumerate(figure.series):
-        axes.plot(
+        axes.errorbar(
             [point[0] for point in series.points],
             [point[1] for point in series.points],
+            yerr=bars_of(series.points),
             marker=MARKERS[i % len(MARKERS)],
             linestyle=DASHES[i % len(DASHES)],
             color=str(0.55 * (i % 2)),
+            ecolor="0.6",
+            elinewidth=0.8,
+            capsize=2,
             markerfacecolor="white" if i % 2 else "black",
             label=series.label,
         )
     axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.01, 0.5))
+
+
+def bars_of(points: tuple[Point, ...]) -> list[list[float]] | None:
+    """How far each interval reaches below and above its point; None where no point has one."""
+    if all(low is None or high is None for _, _, low, high in points):
+        return None
+    below = [0.0 if low is None else max(0.0, y - low) for _, y, low, _ in points]
+    above = [0.0 if high is None else max(0.0, high - y) for _, y, _, high in points]
+    return [below, above]
 
 
 def _bars(axes: Any, figure: Figure) -> None:

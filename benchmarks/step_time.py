@@ -181,7 +181,8 @@ def main() -> None:
         extra = ["--kv-compression", "none"] if policy else ["--attention-backend", "torch_native"]
         with Server(args.model, *flags, *extra) as server:
             row = measure(server, args, policy)
-        shape = {"batch": args.batch, "context": args.context, "policy": policy}
+        shape = {"model": Path(args.model).name, "batch": args.batch, "context": args.context}
+        shape["policy"] = policy
         record("step_time", {"arm": arm, **shape, **row, "read_gb_s": round(bandwidth, 1)})
 
 

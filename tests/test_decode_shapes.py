@@ -8,14 +8,15 @@ from typing import Any
 
 import pytest
 
-from sglang_kv.benchmarks import claims, decode_shapes, figures, records
+from sglang_kv.benchmarks import claims_serving as claims
+from sglang_kv.benchmarks import decode_shapes, figures, records
 
 
 def row(name: str, context: int, page_size: int, step_ms: float) -> dict[str, Any]:
     arm = f"{name}, {context} tokens, pages of {page_size}"
     return {
         **{"arm": arm, "name": name, "context": context, "page_size": page_size, "batch": 4},
-        **{"step_ms": step_ms, "decode_tok_s": 4000 / step_ms, "model": "m"},
+        **{"step_ms": step_ms, "decode_tok_s": 4000 / step_ms, "model": records.DEMO},
     }
 
 
@@ -106,29 +107,41 @@ def test_every_point_is_asked_of_a_server_with_its_page_size(
 @pytest.mark.parametrize(
     ("none", "window", "verdict"),
     [
-        ((50, 90), (50, 53), "holds"),
-        ((50, 90), (50, 80), "does not hold"),
-        ((50, 51), (50, 50), "does not hold"),
+        ((50, 70, 130), (50, 51, 53), "holds"),
+        ((50, 70, 130), (50, 60, 80), "in part: linear, not flat"),
+        ((60, 80, 81), (50, 50, 50), "in part: flat, not linear"),
+        ((60, 59, 58), (50, 50, 50), "in part: flat, not linear"),
+        ((60, 80, 81), (50, 60, 80), "does not hold"),
     ],
 )
 def test_linear_and_flat(
-    record: Any, none: tuple[int, int], window: tuple[int, int], verdict: str
+    record: Any, none: tuple[int, ...], window: tuple[int, ...], verdict: str
 ) -> None:
-    rows = [row("none", n, 16, ms) for n, ms in zip((1000, 8000), none, strict=True)]
-    rows += [row("streamingllm", n, 16, ms) for n, ms in zip((1000, 8000), window, strict=True)]
-    record(*rows[:3])  # one context only of one arm
+    contexts = (1000, 2000, 5000)
+    rows = [row("none", n, 16, ms) for n, ms in zip(contexts, none, strict=True)]
+    rows += [row("streamingllm", n, 16, ms) for n, ms in zip(contexts, window, strict=True)]
+    record(*rows[:4])  # one context only of one arm
     assert claims.linear_and_flat() is None
-    record(row("none", 8000, 16, 9999), *rows)  # the newest line of a point counts
+    record(row("none", 5000, 16, 9999), *rows)  # the newest line of a point counts
     found = claims.linear_and_flat()
     assert found is not None
-    assert found[0].startswith(f"none {none[0]}, {none[1]} ms; streamingllm {window[0]}, ")
+    assert found[0].startswith(
+        f"none {', '.join(map(str, none))} ms; streamingllm {', '.join(map(str, window))} ms: "
+    )
     assert found[1] == verdict
     drawn = figures.throughput_against_context()
     assert drawn is not None
-    assert [(s.label, [p[0] for p in s.points]) for s in drawn.series] == [
-        ("none", [1000, 8000]),
-        ("streamingllm", [1000, 8000]),
+    assert [(s.label, sorted(p[0] for p in s.points)) for s in drawn.series] == [
+        ("none", [*contexts]),
+        ("streamingllm", [*contexts]),
     ]
+
+
+def test_two_contexts_show_no_line(record: Any) -> None:
+    record(*(row(name, n, 16, 50.0) for name in ("none", "streamingllm") for n in (1000, 8000)))
+    found = claims.linear_and_flat()
+    assert found is not None
+    assert found[1] == "open: two contexts show no line"
 
 
 def test_pages(record: Any) -> None:
@@ -137,18 +150,23 @@ def test_pages(record: Any) -> None:
     assert claims.page_sizes() is None  # one size only
     by_page = claims.whole_pages()
     assert by_page is not None
-    assert by_page[1] == "no difference once copied"
+    assert by_page[1] == "no difference once copied, within 5%"
     sizes = {16: (70.0, 60.0, 55.0), 32: (71.0, 61.0, 56.0)}
-    record(
-        *(
-            row(name, 4000, size, ms)
-            for size, times in sizes.items()
-            for name, ms in zip(names, times, strict=True)
-        )
-    )
+    rows = [
+        row(name, 4000, size, ms)
+        for size, times in sizes.items()
+        for name, ms in zip(names, times, strict=True)
+    ]
+    # The sweep over contexts adds `none` at others, in pages of 16; and so did an earlier cut.
+    earlier = [row(name, 2000, 16, 10.0) for name in names]
+    record(*earlier, *rows, row("none", 8000, 16, 140.0))
     found = claims.page_sizes()
     assert found is not None
-    assert "none 70.0 and 71.0 ms; snapkv by token 60.0 and 61.0 ms" in found[0]
+    assert "at 4,000 tokens: none 70.0 and 71.0 ms; snapkv by token 60.0 and 61.0 ms" in found[0]
     by_page = claims.whole_pages()
     assert by_page is not None
+    assert "a quarter of 4,000 tokens kept: a step takes 55.0 ms" in by_page[0]
     assert by_page[1] == "differs"
+    # Without `none` at that context, another's is not taken for it.
+    record(*rows[1:], row("none", 8000, 16, 140.0))
+    assert claims.page_sizes() is None

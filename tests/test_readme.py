@@ -4,11 +4,11 @@ import json
 import re
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
+from quality_lines import perplexity, write
 
-from sglang_kv.benchmarks import claims, figure, figures, plots, records, report
+from sglang_kv.benchmarks import claims, claims_quality, figure, figures, plots, records, report
 
 STALE = "run: python -m sglang_kv.benchmarks.report --write --plots"
 
@@ -74,16 +74,14 @@ def test_without_lines_nothing_is_claimed(results: Path) -> None:
 
 
 def test_a_claim_that_fails_says_so(results: Path) -> None:
-    row: dict[str, Any] = {"suite": "perplexity", "arm": "window", "model": "m", "summary": [{}]}
-    row["policy"] = {"method": "streamingllm", "sinks": 0, "recent": 1024}
+    policy = {"method": "streamingllm", "sinks": 0, "recent": 1024}
     (results / "endless_stream.jsonl").unlink()  # where there are its lines, they decide
-    for ppl, verdict in ((5158.0, "holds"), (90.0, "in part"), (31.0, "no collapse here")):
-        cell = {"ppl": ppl, "full_ppl": 30.0, "ratio": ppl / 30, "length": 8000}
-        (results / "quality.jsonl").write_text(json.dumps(row | {"summary": [cell]}) + "\n")
-        found = claims.no_sinks_collapse()
+    for ppl, verdict in ((5158.0, "holds"), (90.0, "in part"), (11.0, "no collapse here")):
+        write(results, "quality", perplexity("window", policy, {8000: ppl / 10}))
+        found = claims_quality.no_sinks_collapse()
         assert found is not None
         assert found[1] == verdict
-        assert re.search(rf"window: {ppl:.0f} beside 30\.0, 8,000 tokens; m", found[0])
+        assert re.search(rf"window: {ppl:.0f} beside 10\.0, 8,000 tokens; SmolLM2", found[0])
 
 
 @pytest.mark.parametrize(("flags", "minutes"), [(["--quick"], 8), ([], 90), (["--full"], 720)])
