@@ -31,7 +31,7 @@ def log_plan(ledger: PhysicalLedger, pool: Any, policy: Compressor, model_config
         plan = server_plan(
             read_model(config, name),
             Serving(
-                kv_dtype=parse_dtype(str(pool.dtype), "dtype", KV_DTYPES),
+                kv_dtype=parse_dtype(str(pool.dtype), "dtype", ("fp32", *KV_DTYPES)),
                 page_size=ledger.page_size,
                 tp_size=ledger.geometry.num_ranks,
                 chunk=ledger.chunk_tokens,

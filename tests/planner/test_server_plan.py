@@ -70,18 +70,23 @@ def test_models_that_keep_more_than_kv(name: str) -> None:
         )
 
 
+BF16 = "torch.bfloat16"
+
+
 @pytest.mark.parametrize(
-    ("allocated", "config", "level", "text"),
+    ("allocated", "dtype", "config", "level", "text"),
     [
-        (ALLOCATED, {}, "INFO", "KV plan: 22.5 KiB per token"),
-        (2 * ALLOCATED, {}, "WARNING", "predicted and 131.48 MiB allocated (+100.0%)"),
-        (ALLOCATED, {"ssm_state_size": 16}, "INFO", "no KV plan: demo: config.json: llama: the"),
+        (ALLOCATED, BF16, {}, "INFO", "KV plan: 22.5 KiB per token"),
+        (2 * ALLOCATED, "torch.float32", {}, "INFO", "KV plan: 45 KiB per token"),
+        (2 * ALLOCATED, BF16, {}, "WARNING", "predicted and 131.48 MiB allocated (+100.0%)"),
+        (ALLOCATED, BF16, {"ssm_state_size": 16}, "INFO", "no KV plan: demo: config.json: llama:"),
     ],
 )
 def test_the_log(
     demo_model: Path,
     caplog: pytest.LogCaptureFixture,
     allocated: int,
+    dtype: str,
     config: dict[str, Any],
     level: str,
     text: str,
@@ -93,7 +98,7 @@ def test_the_log(
     held = json.loads((demo_model / "config.json").read_text()) | config
     pool: Any = SimpleNamespace(
         size=TOKENS,
-        dtype="torch.bfloat16",
+        dtype=dtype,
         get_kv_size_bytes=lambda: (allocated // 2, allocated // 2),
     )
     ledger: Any = SimpleNamespace(page_size=16, geometry=GEOMETRY, chunk_tokens=512)
