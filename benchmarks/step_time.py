@@ -42,7 +42,8 @@ PARTS = {
     "norm, rotary, activation": r" (layernorm|activation|elementwise)\.py|rotary_embedding"
     r"|^(rms_norm|rotary|silu_and_mul) fused\.py",
     "lm head": r" logits_processor\.py|^lm_head fused\.py",
-    "linear layers": r" (linear|unquant|amx_utils)\.py|^unquantized fused\.py",
+    # Not the function `linear`, which is called for the lm head as well.
+    "linear layers": r"\.\w+ linear\.py| (unquant|amx_utils)\.py|^unquantized fused\.py",
     "sampling": r" (sampler|sampling_batch_info)\.py",
     "page ledgers": r" (state|drop|fold|admission|streams|request|pressure|ledger|pool)\.py"
     r"|HeadPageAttnBackend\.(init_forward_metadata|_place|_score_pass) ",
