@@ -22,6 +22,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from sglang_kv.benchmarks.common import record
@@ -48,8 +50,12 @@ def ask(server: Server, prompt: list[int], salt: str) -> tuple[int, float]:
 
 
 def replayed(traffic: Traffic, pool: int, order: str) -> int:
-    """What the replayer says of the same requests, without attention and answers."""
-    trace = [Request(traffic.request(turn)[0], (), turn.namespace) for turn in traffic.turns]
+    """What the replayer says of the same requests, without answers, all prompts read evenly."""
+    trace = []
+    for turn in traffic.turns:
+        prompt = traffic.request(turn)[0]
+        even = np.ones(sum(count for _, count in prompt) // PAGE)
+        trace.append(Request(prompt, (), turn.namespace, even))
     return replay(trace, pool, order, page_size=PAGE).hit_tokens
 
 
@@ -100,7 +106,7 @@ def measure(traffic: Traffic, order: str, args: argparse.Namespace) -> dict[str,
         "ttft_mean_s": round(statistics.mean(seconds), 3),
         "ttft_p50_s": round(statistics.median(seconds), 3),
         "seconds": round(sum(seconds), 1),
-        "replayed_hit_tokens": None if order == STOCK else replayed(traffic, args.pool, order),
+        "replayed_evenly": None if order == STOCK else replayed(traffic, args.pool, order),
         "model": Path(args.model).name,
         "seed": args.seed,
     }

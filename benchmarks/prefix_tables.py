@@ -85,10 +85,10 @@ def served() -> str:
     rows = newest("prefix_orders").values()
     if not rows:
         return NOTHING
-    columns = ("hit tokens", "hit rate", "TTFT, mean", "TTFT, p50", "by the replayer")
+    columns = ("hit tokens", "hit rate", "TTFT, mean", "TTFT, p50", "replayed, all read evenly")
     table = head("traffic", "memory", "order", *columns)
     for row in rows:
-        replayed = row["replayed_hit_tokens"]
+        replayed = row.get("replayed_evenly")
         table.append(
             f"| `{row['traffic']}` | {row['pool_tokens']:,} | `{row['order']}` "
             f"| {row['hit_tokens']:,} | {row['hit_rate']:.1%} "

@@ -85,7 +85,7 @@ def test_stock_and_ours_are_asked_the_same(
     assert [(row["order"], row["traffic"]) for row in rows] == pairs
     for stock, ours in zip(rows[::2], rows[1::2], strict=True):
         # A request's last token is computed always; the replayer counts by the same rule.
-        assert stock["hit_tokens"] == ours["hit_tokens"] == ours["replayed_hit_tokens"] > 0
+        assert stock["hit_tokens"] == ours["hit_tokens"] == ours["replayed_evenly"] > 0
         assert ours["hit_tokens_by_metrics"] == ours["hit_tokens"]
         assert (ours["evicted_tokens"], stock["hit_tokens_by_metrics"]) == (0, None)
     for flags_of_stock in served.started[::2]:
