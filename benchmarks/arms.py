@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
+from sglang_kv.benchmarks.proof import NotProved, Proofs, prove_policy
 from sglang_kv.benchmarks.server import HTTPError, Server
 from sglang_kv.compression import PolicyError, parse_policy
 
@@ -126,6 +127,7 @@ class Asker:
 
     A request that was answered before is not sent again. Its key is a digest of everything in
     it and of ``identity`` (model and code), so a changed prompt or policy is a new request.
+    Only what proved to be of the policy that was asked for is an answer.
     """
 
     def __init__(self, server: Server, folder: Path, identity: dict[str, Any]):
@@ -135,9 +137,19 @@ class Asker:
         self._known = dict(read_answers(self._path))
         self._lock = threading.Lock()
         self._progress: Progress | None = None
+        self._proofs = Proofs()
 
     def start(self, label: str, total: int) -> None:
-        self._progress = Progress(label, total)
+        """A suite begins: its progress, and its proofs."""
+        self._progress, self._proofs = Progress(label, total), Proofs()
+
+    def proof(self, policy: dict[str, Any]) -> dict[str, Any]:
+        """Method and parameters that this suite's answers to a policy reported, and how many did.
+
+        Raises:
+            NotProved: the suite has none.
+        """
+        return self._proofs.of(policy)
 
     def __call__(
         self, what: str, body: dict[str, Any], reduce: Callable[[Any], dict[str, Any]]
@@ -156,8 +168,9 @@ class Asker:
             with self._lock, self._path.open("a") as file:
                 self._known[key] = answer
                 file.write(line + "\n")
-        if self._progress:
-            with self._lock:
+        with self._lock:
+            self._proofs.add(policy_of(body))
+            if self._progress:
                 self._progress.step(asked, what)
         return answer
 
@@ -185,14 +198,25 @@ def read_answers(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         yield row["key"], row["answer"]
 
 
+def policy_of(body: dict[str, Any]) -> dict[str, Any]:
+    """The policy that a request's body asks for."""
+    found: dict[str, Any] = body["sampling_params"]["custom_params"]["kv_compression"]
+    return found
+
+
 def memory(raw: dict[str, Any], body: dict[str, Any]) -> float:
-    """Share of the dense KV bytes that were kept. An answer of another method is an error."""
-    asked = body["sampling_params"].get("custom_params", {}).get("kv_compression", {})
-    report = raw["meta_info"].get("kv_compression")
-    if report is None or report["method"] != asked.get("method"):
-        raise SystemExit(f"\nasked for {asked}, but the server applied {report}")
+    """Share of the dense KV bytes that were kept.
+
+    An answer of another method, or of other parameters than were asked for, ends the run.
+    """
+    try:
+        report = prove_policy(raw, policy_of(body))
+    except NotProved as error:
+        raise SystemExit(f"\n{error}") from None
+    assert report is not None
     dense = report["kept_bytes"] + report["freed_bytes"]
-    return report["kept_bytes"] / dense if dense else 1.0
+    kept: float = report["kept_bytes"] / dense if dense else 1.0
+    return kept
 
 
 def fan_out(work: Callable[[T], R], items: Sequence[T], parallel: int) -> Iterator[R]:

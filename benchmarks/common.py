@@ -6,6 +6,7 @@ import contextlib
 import datetime
 import json
 import math
+import os
 import platform
 import shutil
 import subprocess
@@ -17,7 +18,10 @@ from typing import Any
 
 import numpy as np
 
-RESULTS = Path(__file__).resolve().parent / "results"
+#: Where lines go; the documents are made of those in the checkout.
+RESULTS = Path(
+    os.environ.get("SGLANG_KV_RESULTS") or Path(__file__).resolve().parent / "results"
+).absolute()
 
 
 def environment() -> dict[str, Any]:
@@ -101,10 +105,11 @@ def record(
 def results_file(name: str) -> Path:
     """Where a benchmark's lines go: into the checkout, else into the folder it is run in.
 
-    An installed package is no place for them.
+    An installed package is no place for them. ``$SGLANG_KV_RESULTS`` names another folder.
     """
-    in_checkout = (RESULTS.parent.parent / "pyproject.toml").exists()
-    return (RESULTS if in_checkout else Path.cwd()) / f"{name}.jsonl"
+    in_checkout = (Path(__file__).resolve().parent.parent / "pyproject.toml").exists()
+    chosen = in_checkout or "SGLANG_KV_RESULTS" in os.environ
+    return (RESULTS if chosen else Path.cwd()) / f"{name}.jsonl"
 
 
 def _gpu_model() -> str | None:
@@ -116,8 +121,6 @@ def _gpu_model() -> str | None:
 
 
 def _affinity() -> set[int]:
-    import os
-
     return os.sched_getaffinity(0)
 
 

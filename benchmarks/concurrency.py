@@ -3,8 +3,8 @@
     python benchmarks/concurrency.py --pool 34000 --context 4000 --new-tokens 64
 
 The same pool in tokens for every arm; the arithmetic, prefill's peak in it, stands beside the
-measurement. --shape-only serves random weights in the model's KV shape (`shape_model`): the same
-pages at a tenth of the time. Arms that go by gates need the model itself.
+measurement. --shape-only serves random weights in the model's KV shape (`shape_model`), with the
+gates that are found by the model's name: the same pages with little of the arithmetic.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import argparse
 import random
 import sys
 import tempfile
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -41,23 +41,22 @@ def predicted(
 def measure(
     server: Server, gauge: str, policy: dict[str, Any] | None, count: int, context: int, new: int
 ) -> int:
-    """Most requests seen running at once, by a metric, while ``count`` are served."""
+    """Most requests seen running at once, by a metric, while ``count`` are served.
+
+    Raises:
+        HTTPError: one of them is refused.
+    """
     rng = random.Random(0)
     prompts = [[rng.randrange(100, 40000) for _ in range(context)] for _ in range(count)]
-    threads = [
-        threading.Thread(
-            target=server.generate,
-            args=(prompt, policy),
-            kwargs={"max_new_tokens": new, "ignore_eos": True},
-        )
-        for prompt in prompts
-    ]
-    for thread in threads:
-        thread.start()
     most = 0
-    while any(thread.is_alive() for thread in threads):
-        most = max(most, int(server.metric(gauge)))
-        time.sleep(0.2)
+    with ThreadPoolExecutor(count) as clients:
+        options = {"max_new_tokens": new, "ignore_eos": True}
+        served = [clients.submit(server.generate, ids, policy, **options) for ids in prompts]
+        while not all(one.done() for one in served):
+            most = max(most, int(server.metric(gauge)))
+            time.sleep(0.2)
+    for one in served:
+        one.result()
     return most
 
 
@@ -78,7 +77,9 @@ def main() -> None:
         if name not in known:
             parser.error(f"--arms: {name!r} is none of {', '.join(known)}")
     with tempfile.TemporaryDirectory() as folder:
-        served = str(write_shape_model(args.model, Path(folder))) if args.shape_only else args.model
+        served = args.model
+        if args.shape_only:  # gates are found by the folder's name
+            served = str(write_shape_model(args.model, Path(folder, Path(args.model).name)))
         run(served, args)
 
 

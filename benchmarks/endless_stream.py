@@ -118,8 +118,10 @@ def speed(done: list[tuple[float, int]], begin: int, end: int) -> float:
     return (b - a) / (until - since)
 
 
-def spread(samples: list[int]) -> dict[str, float]:
-    """Resident memory over time: of the first and last tenth, and the extremes."""
+def spread(samples: list[int]) -> dict[str, float] | None:
+    """Resident memory over time: of the first and last tenth, and the extremes; None: too short."""
+    if not samples:
+        return None
     tenth = max(1, len(samples) // 10)
     parts: dict[str, float] = {
         "first": fmean(samples[:tenth]),
@@ -147,7 +149,8 @@ def recomputed(server: Server, ids: list[int], window: int, samples: int) -> dic
     buckets = range(BUCKET, len(ids) - 1, BUCKET)
     for bucket in buckets:
         rng = random.Random(bucket)
-        for at in sorted(rng.sample(range(bucket, min(bucket + BUCKET, len(ids))), samples)):
+        here = range(bucket, min(bucket + BUCKET, len(ids)))
+        for at in sorted(rng.sample(here, min(samples, len(here)))):
             answer = server.generate(
                 ids[at - window : at + 1],
                 {"method": "none"},
@@ -198,6 +201,22 @@ def perplexities(args: argparse.Namespace, ids: list[int]) -> None:
         record("endless_stream", {"arm": arm, **about(args, ids), **row})
 
 
+def wrong(args: argparse.Namespace) -> str | None:
+    """What would end a run of hours with no line, if anything."""
+    if not args.text.exists():
+        return f"--text: {args.text}: no such file"
+    if args.perplexity:
+        if args.sinks + args.recent >= BUCKET:
+            return f"--sinks, --recent: must be less than {BUCKET:,} together"
+        if args.tokens <= BUCKET + 1:
+            return f"--tokens: must be above {BUCKET + 1:,} with --perplexity, got {args.tokens:,}"
+        if args.samples < 1:
+            return f"--samples: must be at least 1, got {args.samples}"
+    elif args.decode < 2 * WARM_UP:
+        return f"--decode: must be at least {2 * WARM_UP:,}, got {args.decode:,}"
+    return None
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
@@ -215,6 +234,8 @@ def main() -> None:
     parser.add_argument("--without-sinks", type=int, help="tokens of the arm without sinks")
     parser.add_argument("--samples", type=int, default=4, help="recomputed tokens per bucket")
     args = parser.parse_args()
+    if fault := wrong(args):
+        parser.error(fault)
     ids = token_ids(args.model, args.text, args.tokens)
     if args.perplexity:
         perplexities(args, ids)

@@ -24,6 +24,7 @@ from typing import Any
 from sglang_kv.benchmarks.workloads import Request
 
 DATASET = "sglang-kv"
+NO_TOKEN = "no token came: the server refused the request in its stream; its log says why"
 LATENCIES = ("ttft", "tpot", "itl", "e2e_latency")
 
 
@@ -213,6 +214,10 @@ class Seen:
             loop = type(asyncio.get_running_loop())
             self.loops.add(f"{loop.__module__}.{loop.__qualname__}")
             output = await original(request_func_input=request_func_input, pbar=pbar)
+            if output.success and not output.generated_text:
+                # SGLang refuses a stream with status 200 and an event that is an error, which the
+                # load generator counts as served, with all the tokens that were asked for.
+                output.success, output.error = False, NO_TOKEN
             if output.success:
                 self.succeeded += 1
             else:

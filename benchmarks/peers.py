@@ -175,7 +175,7 @@ def speed_of_kvpress(args: argparse.Namespace, arm: str) -> dict[str, Any]:
             return {"failed": f"eager attention needs {needed / 2**30:.0f} GiB", "press": press}
     prompts = random_prompts(args.batch, args.context, args.seed)
     job = kvpress_job(args, {arm: press}) | {"speed": {"prompts": prompts, "steps": args.steps}}
-    found = outside(args, "kvpress", job)
+    found = outside(args, "kvpress", job, kept=False)
     return {**found["speed"], "press": press, "versions": found["versions"]}
 
 
@@ -190,13 +190,13 @@ def speed_of_llama_cpp(args: argparse.Namespace) -> dict[str, Any]:
         convert(args.model, gguf, args.gguf_dtype)
     prompts = random_prompts(args.batch, args.context, args.seed)
     job = {"gguf": str(gguf), "prompts": prompts, "steps": args.steps, "threads": args.threads}
-    found = outside(args, "llama.cpp", {**job, "chunk": min(args.chunk, 2048)})
+    found = outside(args, "llama.cpp", {**job, "chunk": min(args.chunk, 2048)}, kept=False)
     found.pop("output_ids")
     return {**found, "weights": args.gguf_dtype}
 
 
 def speed_rows(args: argparse.Namespace, add: Callable[..., None]) -> None:
-    names = ("batch", "context", "steps", "threads", "dtype", "keep_ratio")
+    names = ("batch", "context", "steps", "threads", "chunk", "dtype", "keep_ratio")
     settings = {name: getattr(args, name) for name in names}
     for engine in args.engines:
         for arm in args.arms if engine in ("sglang-kv", "kvpress") else ["none"]:

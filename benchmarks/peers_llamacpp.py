@@ -70,9 +70,11 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     prompts, chunk = job["prompts"], job["chunk"]
     length, sequences = len(prompts[0]), len(prompts)
     context, model, vocabulary = open_model(job)
-    batch = llama_cpp.llama_batch_init(max(chunk, sequences), 0, 1)
+    room = max(chunk, sequences)
+    batch = llama_cpp.llama_batch_init(room, 0, 1)
 
-    decode(context, fill(batch, [(5, i, 0, i == 31) for i in range(32)]))  # warms up
+    small = min(room, 32)
+    decode(context, fill(batch, [(5, i, 0, i == small - 1) for i in range(small)]))  # warms up
     llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(context), True)
 
     start = time.perf_counter()

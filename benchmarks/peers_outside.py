@@ -40,14 +40,22 @@ def job_name(engine: str, job: dict[str, Any]) -> str:
     return hashlib.sha256((engine + text).encode()).hexdigest()[:16]
 
 
-def outside(args: argparse.Namespace, engine: str, job: dict[str, Any]) -> dict[str, Any]:
-    """What an engine's runner makes of a job; kept in --work, for a run that is stopped."""
+def outside(
+    args: argparse.Namespace, engine: str, job: dict[str, Any], kept: bool = True
+) -> dict[str, Any]:
+    """What an engine's runner makes of a job.
+
+    Args:
+        kept: it stays in --work, for a run that is stopped. What was timed is timed again: its line
+            says when and at which commit.
+    """
     name = job_name(engine, job)
     asked, result = (args.work / f"{name}.{kind}.json" for kind in ("job", "result"))
     args.work.mkdir(parents=True, exist_ok=True)
-    if args.again:
+    again = args.again or not kept
+    if again:
         result.with_suffix(".part").unlink(missing_ok=True)
-    if args.again or not result.exists():
+    if again or not result.exists():
         asked.write_text(json.dumps(job, sort_keys=True))
         runner = HERE / RUNNERS[engine]
         # Not this process's packages: PYTHONPATH would put them before the environment's own.

@@ -22,7 +22,7 @@ from sglang_kv.benchmarks.arms import Asker, fan_out
 from sglang_kv.benchmarks.common import environment
 from sglang_kv.benchmarks.methods import NONE, PAGE, Policy, copy, geometry_of, plan_of
 from sglang_kv.benchmarks.peers_outside import job_name, outside
-from sglang_kv.benchmarks.prompts import Chat, Haystack, load_text
+from sglang_kv.benchmarks.prompts import Chat, Haystack, load_text, text_name
 from sglang_kv.benchmarks.server import Server, generate_body
 from sglang_kv.compression import parse_policy
 from sglang_kv.compression.gates import find_gates, retrieval_heads
@@ -208,8 +208,8 @@ def rows(args: argparse.Namespace, add: Add, start: Callable[..., Server]) -> No
     """Runs what is missing, and adds a row per engine and arm."""
     chat = Chat.load(str(args.model))
     cases = make_cases(args, chat)
-    names = ("lengths", "depths", "samples", "words", "limit", "dtype", "keep_ratio")
-    settings = {name: getattr(args, name) for name in names}
+    names = ("lengths", "depths", "samples", "words", "limit", "chunk", "dtype", "keep_ratio")
+    settings = {name: getattr(args, name) for name in names} | {"text": text_name(args.text)}
     # Which prompts count hangs on who was asked.
     settings["engines"] = [name for name in args.engines if name in ("sglang-kv", "kvpress")]
     answers: Answers = {}

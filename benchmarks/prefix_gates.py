@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from sglang_kv.benchmarks.common import record
 from sglang_kv.benchmarks.prefix_text import TEXTS, Traffic
-from sglang_kv.compression.gates import HeadGates, load_gates
+from sglang_kv.compression.gates import HeadGates, find_gates, load_gates, require_match
 from sglang_kv.radix.importance import HALF_LIFE, page_density
 from sglang_kv.radix.optimum import optimum
 from sglang_kv.radix.replay import replay, with_signal
@@ -210,7 +210,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--model", required=True, help="folder of a Llama-like model")
-    parser.add_argument("--gates", type=Path, help="default: those that come with the package")
+    parser.add_argument("--gates", type=Path, help="default: the model's own")
     parser.add_argument("--traffic", nargs="+", choices=TEXTS, default=list(TEXTS))
     parser.add_argument("--requests", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
@@ -218,12 +218,13 @@ def main() -> None:
     args = parser.parse_args()
     from transformers import AutoTokenizer
 
-    model = Path(args.model).name
-    packaged = Path(__file__).resolve().parent.parent / "sglang_kv" / "data" / "gates"
-    gates = load_gates(args.gates or packaged / f"{model}.json")
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     reader = Reader(args.model)
-    about = {"model": model, "gates": gates.method}
+    gates = load_gates(args.gates) if args.gates else find_gates(args.model, *reader.shape)
+    if gates is None:
+        parser.error(f"--gates: give a file, {args.model} has no gates of its own")
+    require_match(gates, *reader.shape)
+    about = {"model": Path(args.model).name, "gates": gates.method}
     for name in args.traffic:
         encode: Callable[[str], list[int]] = lambda text: tokenizer(text)["input_ids"]  # noqa: E731
         run(name, encode, reader, gates, args.requests, args.seed, about, args.out)

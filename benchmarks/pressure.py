@@ -6,7 +6,8 @@ A pool of a third of what the traffic wants at once: many requests, each with a 
 answer. One server per arm, the same requests in the same order, the same pool; the time until the
 last answer, and what it cost in quality: how many of the answers' tokens are those of a server with
 room for everything. SGLang by itself lets in what it expects to fit, so that the others wait and
-few are retracted; a second arm lets in more and retracts (`--schedule-conservativeness`).
+few are retracted; a second arm lets in more and retracts (`--schedule-conservativeness`). The
+server with room for everything always runs: the others' answers are compared with its own.
 """
 
 from __future__ import annotations
@@ -21,26 +22,36 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from sglang_kv.benchmarks.common import record
+from sglang_kv.benchmarks.prompts import load_text
 from sglang_kv.benchmarks.server import Server
 
 Answers = list[dict[str, Any]]
+#: Its answers are those that the others' are compared with.
+REFERENCE = "room for all"
 #: Further flags of each arm.
 ARMS: dict[str, list[str]] = {
-    "room for all": [],
+    REFERENCE: [],
     "retract": [],
     "retract, letting in more": ["--schedule-conservativeness", "0.1"],
     "evict": ["--kv-pressure", "evict"],
 }
-TEXT = Path(__file__).resolve().parent.parent / "scripts" / "demo"
 
 
 def prompts(model: str, count: int, length: int) -> list[list[int]]:
-    """Different passages of the demo's story, so that no prefix is shared."""
+    """Different passages of the demo's story, so that no prefix is shared.
+
+    Raises:
+        ValueError: the story has not so many.
+    """
     from transformers import AutoTokenizer
 
-    text = next(TEXT.glob("*.txt")).read_text()
-    ids: list[int] = AutoTokenizer.from_pretrained(model)(text)["input_ids"]
+    ids: list[int] = AutoTokenizer.from_pretrained(model)(load_text())["input_ids"]
     step = (len(ids) - length) // max(1, count - 1)
+    if step < 1:
+        raise ValueError(
+            f"--requests, --prompt: {count} passages of {length} tokens that begin differently are "
+            f"not in a text of {len(ids)}"
+        )
     return [ids[i * step : i * step + length] for i in range(count)]
 
 
@@ -76,14 +87,20 @@ def main() -> None:
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
     parser.add_argument("--floor", type=float, default=0.25)
     args = parser.parse_args()
+    for name in ("requests", "prompt", "new_tokens"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name.replace('_', '-')}: must be at least 1")
     wanted = args.requests * (args.prompt + args.new_tokens)
-    work = prompts(args.model, args.requests, args.prompt)
+    try:
+        work = prompts(args.model, args.requests, args.prompt)
+    except ValueError as error:
+        parser.error(str(error))
     flags = ["--max-running-requests", str(args.requests), "--enable-metrics"]
     flags += ["--kv-compression", "none", "--disable-radix-cache"]
     reference: Answers | None = None
     seconds: dict[str, float] = {}
-    for arm in args.arms:
-        pool = wanted + 2048 if arm == "room for all" else wanted // 3
+    for arm in (arm for arm in ARMS if arm == REFERENCE or arm in args.arms):
+        pool = wanted + 2048 if arm == REFERENCE else wanted // 3
         extra = ["--max-total-tokens", str(pool), *ARMS[arm]]
         if arm == "evict":
             extra += ["--kv-pressure-floor", str(args.floor)]

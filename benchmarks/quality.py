@@ -8,7 +8,8 @@
 
 The full cache (`none`) always runs first; the others are compared with it on the same prompts,
 all arms of a prompt in turn. Each answer is kept in --work as it comes: a run that was stopped
-goes on where it was. One JSON line per arm and suite in --results.
+goes on where it was. One JSON line per arm and suite in --results, with the parameters that the
+answers reported; one that reports others than were asked for ends the run.
 
 A policy that can fold before a question has two columns: aware, where the question is in what is
 compressed, and agnostic, where the text is compressed first and asked about afterwards.
@@ -109,7 +110,8 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
             cases = suite.cases(args, chat, text)
             for arm, summary in suite.measure(args, ask, chat, cases).items():
                 policy = next(a.policy for a in args.arms if a.name == arm)
-                rows.append(row(args, name, arm, policy, model, summary))
+                proved = {"proved": ask.proof(policy)} if summary["cells"] else {}
+                rows.append(row(args, name, arm, policy, model, {**summary, **proved}))
     return rows
 
 

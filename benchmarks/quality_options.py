@@ -9,7 +9,7 @@ from pathlib import Path
 
 from sglang_kv.benchmarks import needle, standins
 from sglang_kv.benchmarks.arms import FULL, Arm, work_folder
-from sglang_kv.benchmarks.common import RESULTS
+from sglang_kv.benchmarks.common import results_file
 from sglang_kv.benchmarks.longbench.datasets import DATASETS
 from sglang_kv.benchmarks.ruler.tasks import TASKS
 from sglang_kv.benchmarks.suites import SUITES, USUAL
@@ -17,8 +17,8 @@ from sglang_kv.benchmarks.suites import SUITES, USUAL
 
 def default_results() -> Path:
     """The checkout's results; for an installed package, a file where one stands."""
-    checkout = (RESULTS.parent.parent / "pyproject.toml").exists()
-    return RESULTS / "quality.jsonl" if checkout else Path("quality.jsonl")
+    path, here = results_file("quality"), Path.cwd()
+    return path.relative_to(here) if path.parent == here else path
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

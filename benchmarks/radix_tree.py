@@ -104,6 +104,8 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=31)
     parser.add_argument("--out", type=Path, help="instead of benchmarks/results/radix_tree.jsonl")
     args = parser.parse_args()
+    if min(args.repeats, *args.nodes) < 1:
+        parser.error("--nodes, --repeats: must be at least 1")
     for nodes in args.nodes:
         record("radix_tree", measure(nodes, args.repeats), path=args.out)
 

@@ -30,9 +30,18 @@ from sglang_kv.benchmarks import methods
 from sglang_kv.benchmarks.arms import Arm, Progress, Remote
 from sglang_kv.benchmarks.common import environment, record, results_file
 from sglang_kv.benchmarks.load import AllFailed, import_load_generator
+from sglang_kv.benchmarks.proof import NotProved
 from sglang_kv.benchmarks.server import HTTPError
-from sglang_kv.benchmarks.under_load import ROOM, Target, measure, server_flags, serving
-from sglang_kv.benchmarks.watch import Metrics, NotProved, information
+from sglang_kv.benchmarks.under_load import (
+    ROOM,
+    Target,
+    kv_cache_dtype_in,
+    kv_dtype_of,
+    measure,
+    server_flags,
+    serving,
+)
+from sglang_kv.benchmarks.watch import Metrics, information
 from sglang_kv.benchmarks.workloads import QUICK, WORKLOADS, Workload, parse_workload
 
 STOCK = "stock"
@@ -109,6 +118,8 @@ def check(args: argparse.Namespace) -> None:
     if args.device not in (None, "cpu", "cuda"):
         raise ValueError(f"--device must be cpu or cuda, got {args.device!r}")
     args.device = args.device or ("cuda" if shutil.which("nvidia-smi") else "cpu")
+    args.kv_cache_dtype = kv_cache_dtype_in(args.server_args)
+    kv_dtype_of(args.dtype, args.kv_cache_dtype)
     parts = args.budgets.split(",")
     if not all(part.isdecimal() and int(part) > 1 for part in parts):
         raise ValueError(f"--budgets must be whole numbers above 1, got {args.budgets!r}")
@@ -141,7 +152,13 @@ def run(args: argparse.Namespace) -> int:
         args.chosen = [arm for arm in args.chosen if (arm == STOCK) is not ours]
         if not args.chosen:
             raise SystemExit(f"{args.base_url} is {'not ' * ours}stock SGLang: no arm is left")
-    target = Target.of(args.model)
+        # Flags of ours do not reach it: its own say how large a token of its KV is.
+        args.dtype = str(about.get("dtype") or "auto")
+        args.kv_cache_dtype = str(about.get("kv_cache_dtype") or "auto")
+    try:
+        target = Target.of(args.model, args.dtype, args.kv_cache_dtype)
+    except ValueError as error:
+        raise SystemExit(f"{args.base_url or args.model}: {error}") from None
     tokenizer = AutoTokenizer.from_pretrained(args.model)
 
     def encode(text: str) -> list[int]:

@@ -14,21 +14,56 @@ from typing import Any
 from sglang_kv.benchmarks import methods
 from sglang_kv.benchmarks.arms import Remote
 from sglang_kv.benchmarks.load import drive
+from sglang_kv.benchmarks.proof import prove_policy
 from sglang_kv.benchmarks.server import Server, generate_body
-from sglang_kv.benchmarks.watch import (
-    Counters,
-    Watch,
-    pool_bytes,
-    prove_engine,
-    prove_policy,
-    wait_for,
-)
+from sglang_kv.benchmarks.watch import Counters, Watch, pool_bytes, prove_engine, wait_for
 from sglang_kv.benchmarks.workloads import Request, Workload, make_requests
 from sglang_kv.compression import Geometry, parse_policy
 
 WARM_UP_TOKENS = 256
 #: The pool holds so many of the longest requests, if --pool-mib does not say.
 ROOM = 4
+
+
+#: What SGLang's ``--dtype`` and ``--kv-cache-dtype`` make of the KV, as the planner calls it. The
+#: dtype of a checkpoint itself is one of 16 bits: SGLang serves those of 32 bits in 16.
+KV_DTYPES = {
+    **dict.fromkeys(("auto", "bfloat16", "bf16", "float16", "half"), "bf16"),
+    **dict.fromkeys(("float32", "float"), "fp32"),
+    **dict.fromkeys(("fp8_e4m3", "fp8_e5m2"), "fp8"),
+}
+
+
+def kv_dtype_of(dtype: str, kv_cache_dtype: str = "auto") -> str:
+    """The planner's name of a KV dtype of this size.
+
+    Raises:
+        ValueError: its size is not known, so equal memory cannot be given to all arms.
+    """
+    flags = {"--kv-cache-dtype": kv_cache_dtype, "--dtype": dtype}
+    flag, value = next(((f, v) for f, v in flags.items() if v != "auto"), ("--dtype", "auto"))
+    value = value.removeprefix("torch.")
+    if value not in KV_DTYPES:
+        raise ValueError(f"{flag}: {value!r}: expected one of {', '.join(KV_DTYPES)}")
+    return KV_DTYPES[value]
+
+
+def kv_cache_dtype_in(server_args: str) -> str:
+    """What further flags of a server say of its KV's dtype; the last one counts.
+
+    Raises:
+        ValueError: the flag has no value, the text no end, or a flag stands there that is ours.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--kv-cache-dtype", default="auto")
+    parser.add_argument("--dtype")
+    try:
+        found = parser.parse_known_args(shlex.split(server_args))[0]
+    except (argparse.ArgumentError, ValueError) as error:
+        raise ValueError(f"--server-args: {error}") from None
+    if found.dtype is not None:
+        raise ValueError("--server-args: --dtype is a flag of this command")
+    return str(found.kv_cache_dtype)
 
 
 @dataclass(frozen=True)
@@ -41,12 +76,22 @@ class Target:
     trained: int | None
 
     @classmethod
-    def of(cls, model: str) -> Target:
+    def of(cls, model: str, dtype: str = "auto", kv_cache_dtype: str = "auto") -> Target:
+        """A model as a server has it.
+
+        Args:
+            model: path or name.
+            dtype: ``--dtype`` of the server.
+            kv_cache_dtype: its ``--kv-cache-dtype``.
+
+        Raises:
+            ValueError: the size of such KV is not known.
+        """
         from sglang_kv.planner.find import find_model
         from sglang_kv.planner.memory import token_bytes
 
         found = find_model(model)
-        kv_dtype = "fp16" if found.dtype == "fp16" else "bf16"
+        kv_dtype = kv_dtype_of(dtype, kv_cache_dtype)
         return cls(
             model, token_bytes(found.caches, kv_dtype), methods.geometry_of(model), found.context
         )
@@ -142,23 +187,28 @@ def measure(
     small = make_requests(warm_up(workload), encode, args.seed + 1)
     body = generate_body(small[0].ids, policy, max_new_tokens=8, ignore_eos=True)
     report = prove_policy(server.post("/generate", body), policy)
-    warmed = load(small)["completed"]
+    warmed = load(small)
     flush(server)
     if before:
-        before.prove(server, range(1 + warmed, 2 + warmed), drops=None)
+        before.prove(server, served_by(warmed, first=1), drops=None)
         before = Counters.settled(server, before.method)
     with Watch(server, target.token_bytes) as watch:
         row = load(requests, rate=args.rate, seed=args.seed, bar=sys.stderr.isatty())
     proved = {**engine, "policy": report and {k: report[k] for k in ("method", "parameters")}}
     if before and policy:
-        served = range(row["completed"], row["completed"] + row["failed"] + 1)
-        proved |= before.prove(server, served, target.drops(policy, requests))
+        proved |= before.prove(server, served_by(row), target.drops(policy, requests))
     gaps = row.pop("itls")
     row |= watch.row()
     row |= {"pool_bytes": pool_bytes(server, target.token_bytes), "token_bytes": target.token_bytes}
     if workload.name == "stream" and gaps[0]:
         row |= speed_over_time(gaps[0])
     return {**row, "proved": proved}
+
+
+def served_by(row: dict[str, Any], first: int = 0) -> range:
+    """How many requests a server may have counted: one that failed may have been served."""
+    least = first + int(row["completed"])
+    return range(least, least + int(row["failed"]) + 1)
 
 
 def warm_up(workload: Workload) -> Workload:

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from sglang_kv.benchmarks.arms import Remote
+from sglang_kv.benchmarks.proof import NotProved
 from sglang_kv.benchmarks.server import Server
-from sglang_kv.compression import parse_policy
 
 OURS = "sglang_kv:"
 RETRACTED = "sglang:num_retracted_requests_total"
@@ -22,10 +22,6 @@ TREE = "Tree cache initialized:"
 _SAMPLE = re.compile(r"([^{\s#]+)(?:\{(.*)\})? (\S+)")
 # A prefill's line counts the requests that it admits beside those that run.
 _RUNNING = re.compile(r"(?:#new-seq: (\d+),.*)?#running-req: (\d+)")
-
-
-class NotProved(Exception):
-    """An arm did not run what it says."""
 
 
 class Metrics:
@@ -192,25 +188,6 @@ def prove_engine(server: Server, compressing: bool) -> dict[str, Any]:
         wanted = "sglang-kv" if compressing else "stock SGLang"
         raise NotProved(f"this is not {wanted}: {seen}")
     return {"engine": "sglang_kv" if compressing else "stock", **seen}
-
-
-def prove_policy(answer: dict[str, Any], policy: dict[str, Any] | None) -> dict[str, Any] | None:
-    """That an answer reports the policy, every parameter of it; its report.
-
-    Raises:
-        NotProved: another was applied, or one where none was asked for.
-    """
-    report: dict[str, Any] | None = answer["meta_info"].get("kv_compression")
-    if policy is None:
-        if report is not None:
-            raise NotProved(f"stock SGLang reports a policy: {report}")
-        return None
-    asked = parse_policy(policy)
-    parameters = json.loads(json.dumps(asked.parameters))  # as the answer had to carry them
-    applied = report and (report["method"], report["parameters"])
-    if applied != (asked.name, parameters):
-        raise NotProved(f"asked for {asked.name} {parameters}, applied was {applied}")
-    return report
 
 
 @dataclass

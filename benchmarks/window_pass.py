@@ -2,10 +2,11 @@
 
     python benchmarks/window_pass.py [--tokens 4000] [--queries 16]
 
-The last queries' attention is summed once per prompt, in its last chunk, whose attention then has
-to tell its log-sum-exp, too. Both are timed against what a prefill cannot do without: the attention
-of all chunks, and the products with the weights of a Llama-like model, as the server multiplies.
-The prefill of a server takes longer, so the share is an upper bound.
+The last queries' attention is summed once per prompt, in its last chunk (where that is shorter, of
+the queries that it has), whose attention then has to tell its log-sum-exp, too. Both are timed
+against what a prefill cannot do without: the attention of all chunks, and the products with the
+weights of a Llama-like model, as the server multiplies. The prefill of a server takes longer, so
+the share is an upper bound.
 """
 
 from __future__ import annotations
@@ -71,7 +72,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
     lse = last_chunk()[1]
     scores = torch.zeros(1, 1, args.kv_heads, -(-args.tokens // args.page_size) * args.page_size)
-    first = torch.tensor([count - args.queries], dtype=torch.int32)
+    scored = min(args.queries, count)
+    first = torch.tensor([count - scored], dtype=torch.int32)
     slots = torch.zeros(1, dtype=torch.int32)
 
     def window() -> None:
@@ -89,7 +91,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     prefill = (attention + products) * args.layers
     return {
         "tokens": args.tokens,
-        "queries": args.queries,
+        "queries": scored,
         "chunk": args.chunk,
         "threads": torch.get_num_threads(),
         "window_ms": round(window_s * args.layers * 1e3, 2),
@@ -116,6 +118,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--out", type=Path, help="instead of benchmarks/results/window_pass.jsonl")
     args = parser.parse_args()
+    for name, value in vars(args).items():
+        if isinstance(value, int) and value < 1:
+            parser.error(f"--{name.replace('_', '-')}: must be at least 1, got {value}")
     record("window_pass", measure(args), path=args.out)
 
 

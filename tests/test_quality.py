@@ -14,6 +14,7 @@ from sglang_kv.benchmarks import fidelity, needle, perplexity, quality, suites, 
 from sglang_kv.benchmarks.arms import FULL, Arm, Asker, memory
 from sglang_kv.benchmarks.common import environment, wilson
 from sglang_kv.benchmarks.prompts import Chat, Haystack, build, load_text, paragraphs
+from sglang_kv.benchmarks.proof import NotProved, parameters_of
 
 LENGTHS, DEPTHS = (256, 700), (0.0, 0.5, 1.0)
 DENSE = Arm(FULL, {"method": FULL})
@@ -45,7 +46,8 @@ class FakeServer:
         assert path == "/generate"
         self.bodies.append(body)
         policy = body["sampling_params"]["custom_params"]["kv_compression"]
-        report = {"method": policy["method"], "kept_bytes": 1, "freed_bytes": 3}
+        report = {"method": policy["method"], "parameters": parameters_of(policy)}
+        report |= {"kept_bytes": 1, "freed_bytes": 3}
         raw = self.answer(body)
         raw.setdefault("meta_info", {})["kv_compression"] = report
         return raw
@@ -294,13 +296,48 @@ def test_fidelity_forces_the_full_answer(tmp_path: Path) -> None:
     assert cell["same_answers"] == cell["n"] == 1
 
 
-def test_an_answer_of_another_method_is_an_error() -> None:
-    body = {"sampling_params": {"custom_params": {"kv_compression": {"method": "snapkv"}}}}
-    report = {"method": "none", "kept_bytes": 1, "freed_bytes": 0}
-    with pytest.raises(SystemExit, match="the server applied"):
-        memory({"meta_info": {"kv_compression": report}}, body)
-    with pytest.raises(SystemExit, match="the server applied None"):
+def test_an_answer_of_another_policy_is_an_error() -> None:
+    policy = {"method": "snapkv", "keep_ratio": 0.25, "fold_at": 7}
+    body = {"sampling_params": {"custom_params": {"kv_compression": policy}}}
+    counted = {"kept_bytes": 1, "freed_bytes": 3}
+    served = {"method": "snapkv", "parameters": parameters_of(policy), **counted}
+    assert memory({"meta_info": {"kv_compression": served}}, body) == 0.25
+    none = {"method": "none", "parameters": {}, **counted}
+    with pytest.raises(SystemExit, match=r"asked for snapkv .* applied was \('none', {}\)"):
+        memory({"meta_info": {"kv_compression": none}}, body)
+    with pytest.raises(SystemExit, match="applied was None"):
         memory({"meta_info": {}}, body)
+    for name, value in (("keep_ratio", 0.5), ("fold_at", 8), ("window", 16)):
+        other = served | {"parameters": served["parameters"] | {name: value}}
+        with pytest.raises(SystemExit, match="asked for snapkv"):
+            memory({"meta_info": {"kv_compression": other}}, body)
+    overridden = other | {"overridden": True}
+    with pytest.raises(SystemExit, match="--kv-compression-override server"):
+        memory({"meta_info": {"kv_compression": overridden}}, body)
+
+
+def test_a_suite_proves_each_arm(tmp_path: Path) -> None:
+    """Wherever its prompts fold, and whether they are answered now or were before."""
+    once = {"method": "snapkv", "keep_ratio": 0.25}
+
+    def body(policy: dict[str, Any], n: int) -> dict[str, Any]:
+        return {"n": n, "sampling_params": {"custom_params": {"kv_compression": policy}}}
+
+    for asked in (3, 0):
+        ask, server = asker(lambda body: {"output_ids": [body["n"]]}, tmp_path)
+        ask.start("needle", 3)
+        for n, policy in enumerate((once, {**once, "fold_at": 5}, WINDOW.policy)):
+            ask("a", body(policy, n), lambda raw: {})
+        assert len(server.bodies) == asked
+        proof = ask.proof({**once, "window": 32})  # the default
+        assert (proof["method"], proof["answers"]) == ("snapkv", 2)
+        assert proof["parameters"]["keep_ratio"] == 0.25
+        assert "fold_at" not in proof["parameters"]
+        with pytest.raises(NotProved, match="no answer is of"):
+            ask.proof({**once, "window": 16})
+    ask.start("ruler", 0)
+    with pytest.raises(NotProved, match="no answer is of"):
+        ask.proof(once)
 
 
 def test_a_resumed_run_asks_only_what_is_missing(tmp_path: Path) -> None:
@@ -381,6 +418,9 @@ def test_a_run_from_end_to_end_and_again(
         (suite, arm) for suite in suites.USUAL for arm in (FULL, "window")
     ]
     assert all(row["seed"] == 0 and row["environment"]["commit"] for row in rows)
+    # Of two lengths: needles of 3 kinds in each column; an answer and its forcing; one stretch.
+    assert [row["proved"]["answers"] for row in rows] == [6, 12, 4, 8, 2, 2]
+    assert {row["proved"]["parameters"].get("recent") for row in rows} == {None, 60}
     assert rows[-1]["summary"][0]["ppl"] == pytest.approx(50000, rel=1e-3)
     first = capsys.readouterr().out
 

@@ -99,6 +99,10 @@ def test_a_size_replaces_the_default() -> None:
         (["--model", "m", "--rate", "0"], "--rate must be above 0"),
         (["--model", "m", "--pool-mib", "-3"], "--pool-mib must be above 0"),
         (["--model", "m", "--device", "tpu"], "--device must be cpu or cuda"),
+        (["--model", "m", "--dtype", "int8"], "--dtype: 'int8': expected one of auto"),
+        (["--model", "m", "--server-args=--kv-cache-dtype nvfp4"], "--kv-cache-dtype: 'nvfp4'"),
+        (["--model", "m", "--server-args=--kv-cache-dtype"], "--server-args: "),
+        (["--model", "m", "--server-args=--dtype half"], "--dtype is a flag of this command"),
         (["--model", "m", "--arm", "x={}"], "a policy is an object with a method"),
         (["--model", "m", "--arm", 'x={"method": "snapkv", "keep": 1}'], "keep"),
     ],
@@ -173,7 +177,7 @@ def test_sglangs_load_generator_runs_on_uvloop_and_sends_what_it_is_given(
         sessions = Workload("agent", requests=2, context=40, output=3, question=9, turns=3)
         chat = drive(fake.url, model, make_requests(sessions, encode, 0), WINDOW)
         generated, chats = fake.bodies("/generate"), fake.bodies("/v1/chat/completions")
-        with pytest.raises(AllFailed, match="no h2o here"):
+        with pytest.raises(AllFailed, match="no token came"):
             drive(fake.url, model, make_requests(workload, encode, 0), {"method": "h2o"})
     assert found["loop"] == chat["loop"] == "uvloop.Loop"
     assert asyncio.get_event_loop_policy() is before
@@ -195,6 +199,40 @@ def test_sglangs_load_generator_runs_on_uvloop_and_sends_what_it_is_given(
     assert sorted(len(body["messages"]) for body in chats) == [2, 2, 4, 4, 6, 6]
     assert all(body["custom_params"] == {"kv_compression": WINDOW} for body in chats)
     assert all(body["max_completion_tokens"] == 3 for body in chats)
+
+
+def test_what_is_refused_in_a_stream_was_not_served(demo_model: Path) -> None:
+    """SGLang says 200 and sends an error: its load generator takes that for a served request."""
+    model = str(demo_model)
+    short, long = (
+        make_requests(Workload("document", requests=2, context=size, output=4), encode, size)
+        for size in (100, 200)
+    )
+    with fake_sglang(model, stock=True, longest=150) as fake:
+        found = drive(fake.url, model, [*short, *long], None)
+    assert (found["completed"], found["failed"], found["output_tokens"]) == (2, 2, 8)
+    assert found["prompt_tokens"] == 200
+    assert "no token came" in found["error"]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "more", "size"),
+    [
+        ("auto", "", 23040),
+        ("bfloat16", "--log-level info", 23040),
+        ("float32", "", 2 * 23040),
+        ("auto", "--kv-cache-dtype fp8_e4m3", 23040 // 2),
+        ("float32", "--kv-cache-dtype=fp8_e5m2", 23040 // 2),
+        ("float32", "--kv-cache-dtype auto", 2 * 23040),
+    ],
+)
+def test_a_token_is_as_large_as_the_flags_make_it(
+    demo_model: Path, dtype: str, more: str, size: int
+) -> None:
+    """30 layers of 3 heads of 64, K and V: 11,520 values."""
+    args = throughput.parse(["--model", "m", "--dtype", dtype, f"--server-args={more}"])
+    target = Target.of(str(demo_model), args.dtype, args.kv_cache_dtype)
+    assert target.token_bytes == size
 
 
 # Proofs, against a server that counts
@@ -273,6 +311,22 @@ def test_a_refused_arm_is_a_line_of_its_own(demo_model: Path, tmp_path: Path) ->
     assert window["refused"] == "HTTP 400: no streamingllm here"
     assert none["completed"] == 3
     assert "| window | refused: HTTP 400" in throughput.table([window, none])
+
+
+@pytest.mark.parametrize("stock", [True, False])
+def test_prompts_that_are_refused_in_the_stream_are_a_refused_line(
+    demo_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stock: bool
+) -> None:
+    """With SGLang's own load generator: the warm-up's prompts are served, the others are not."""
+    monkeypatch.setattr(watch, "SETTLE_S", 0.0)
+    results = tmp_path / "lines.jsonl"
+    with fake_sglang(str(demo_model), stock=stock, longest=300) as fake:
+        flags = ["--base-url", fake.url, "--results", str(results), "--arms", "stock,none"]
+        throughput.main([*flags, "--workload", "document:requests=2,context=400,output=4"])
+    (line,) = map(json.loads, results.read_text().splitlines())
+    assert line["arm"] == ("stock" if stock else "none")
+    assert "no token came" in line["refused"]
+    assert "output_tok_s" not in line
 
 
 @pytest.mark.usefixtures("quick_load")

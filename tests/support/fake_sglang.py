@@ -29,7 +29,11 @@ class FakeSGLang:
         stock: without the plugin.
         ignores_policies: applies `none` to everything, and says so.
         never_drops: reports a policy and keeps everything.
-        refuses: a method that is a 400.
+        refuses: a method that is refused.
+        longest: prompts of more tokens are refused.
+
+    What is refused is a 400, and in a stream, as SGLang has it, a 200 and an event that is an
+    error.
     """
 
     model: str
@@ -37,6 +41,7 @@ class FakeSGLang:
     ignores_policies: bool = False
     never_drops: bool = False
     refuses: str | None = None
+    longest: int | None = None
     url: str = ""
     asked: list[tuple[str, Any]] = field(default_factory=list)
     served: Counter[str] = field(default_factory=Counter)
@@ -118,6 +123,14 @@ class FakeSGLang:
         found: str | None = (custom or {}).get("kv_compression", {}).get("method")
         return found
 
+    def refusal(self, body: dict[str, Any]) -> str | None:
+        """Why a request is refused, if it is."""
+        if self.refuses and self.method(body) == self.refuses:
+            return f"no {self.refuses} here"
+        if self.longest and len(body.get("input_ids", ())) > self.longest:
+            return "the prompt is too long"
+        return None
+
 
 def handler(fake: FakeSGLang) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
@@ -140,11 +153,12 @@ def handler(fake: FakeSGLang) -> type[BaseHTTPRequestHandler]:
                 fake.asked.append((path, body))
             if path == "/flush_cache":
                 return self.send(200, "")
-            if fake.refuses and fake.method(body) == fake.refuses:
-                return self.send(400, f"no {fake.refuses} here")
+            said = fake.refusal(body)
+            if said and not body.get("stream"):
+                return self.send(400, said)
             with lock:
                 answer = fake.generate if path == "/generate" else fake.chat
-                events = list(answer(body))
+                events = [{"error": {"message": said}}] if said else list(answer(body))
             if not body.get("stream"):
                 return self.send(200, json.dumps(events[-1]))
             lines = [f"data: {json.dumps(event)}\n\n" for event in events]

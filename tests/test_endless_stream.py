@@ -1,0 +1,102 @@
+"""The endless stream from its command line to its last line, without a server."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+from fake_server import FakeServer, Run, refused, runner
+
+from sglang_kv.benchmarks import endless_stream
+
+
+class Streaming(FakeServer):
+    """Every token has a chance of one half; what is read last, one of a quarter."""
+
+    step_s = 0.02
+    metrics: ClassVar = {
+        "sglang_kv:head_pages_used": 700.0,
+        "sglang_kv:head_pages_evictable": 100.0,
+    }
+
+    def stream(self, path: str, body: dict[str, Any], timeout_s: float = 0) -> Iterator[Any]:
+        held = {"logical_tokens": len(body["input_ids"]) + 59, "kept_tokens": 64}
+        for count, event in enumerate(super().stream(path, body, timeout_s), 1):
+            yield event | {"meta_info": {"completion_tokens": count, "kv_compression": held}}
+
+    def post(self, path: str, body: dict[str, Any], timeout_s: float = 0) -> Any:
+        assert body["logprob_start_len"] == 0
+        self.prompts.append(body["input_ids"])
+        self.asked.append(body["sampling_params"]["custom_params"]["kv_compression"])
+        entries = [[-math.log(2), 7, None]] * (len(body["input_ids"]) - 1)
+        return {"meta_info": {"input_token_logprobs": [[None, 7, None], *entries]}}
+
+    def generate(self, prompt: list[int], policy: Any = None, **options: Any) -> dict[str, Any]:
+        answer = super().generate(prompt, policy, **options)
+        answer["meta_info"]["input_token_logprobs"] = [[None, 7, None], [-math.log(4), 7, None]]
+        return answer
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    monkeypatch.setattr(endless_stream, "Server", Streaming)
+    monkeypatch.setattr(endless_stream, "BUCKET", 100)
+    monkeypatch.setattr(endless_stream, "WARM_UP", 10)
+    return runner(tmp_path / "results", monkeypatch)
+
+
+@pytest.fixture
+def flags(demo_model: Path, tmp_path: Path) -> tuple[str, ...]:
+    book = tmp_path / "book.txt"
+    book.write_text("It was a book of few words. " * 20)
+    window = ("--sinks", "4", "--recent", "60", "--chunk", "64")
+    return ("--model", str(demo_model), "--text", str(book), "--tokens", "250", *window)
+
+
+def test_memory_and_speed(run: Run, flags: tuple[str, ...]) -> None:
+    (row,) = run(endless_stream, *flags, "--decode", "60")
+    assert (row["arm"], row["text"], row["tokens"]) == ("memory and speed", "book.txt", 250)
+    assert row["logical_tokens"] == row["expected_logical_tokens"] == 250 + 59
+    assert row["most_head_pages"] == 600
+    assert row["bound_head_pages"] > 0
+    assert row["tokens_compared"] == 25
+    assert row["last_to_first"] == pytest.approx(1, abs=0.5)
+    assert row["rss_in_prompt_mib"] is None  # it took less than the samples' first 20 s
+    assert row["rss_in_decode_mib"]["most"] > 0
+    (server,) = FakeServer.started
+    assert [len(prompt) for prompt in server.prompts] == [128, 250]
+    assert server.flushed == 1
+
+
+def test_perplexity(run: Run, flags: tuple[str, ...]) -> None:
+    rows = run(endless_stream, *flags, "--perplexity", "--without-sinks", "150", "--samples", "3")
+    assert [row["arm"] for row in rows] == ["4 sinks", "no sinks", "recomputed window, sampled"]
+    assert [row["perplexity"] for row in rows] == [[2.0] * 3, [2.0] * 2, [4.0, 4.0]]
+    assert [row["tokens"] for row in rows] == [250, 150, 250]
+    (server,) = FakeServer.started
+    assert [policy["sinks"] for policy in server.asked[:2] if policy] == [4, 0]
+    # A window of 64 and the token that is judged: three in each bucket but the first.
+    assert [len(prompt) for prompt in server.prompts[2:]] == [65] * 6
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["--decode", "19"], "--decode: must be at least 20, got 19"),
+        (["--perplexity", "--tokens", "101"], "--tokens: must be above 101 with --perplexity"),
+        (["--perplexity", "--samples", "0"], "--samples: must be at least 1, got 0"),
+        (["--perplexity", "--recent", "96"], "--sinks, --recent: must be less than 100 together"),
+        (["--text", "nowhere.txt"], "--text: nowhere.txt: no such file"),
+    ],
+)
+def test_what_would_fail_in_the_end_is_refused_at_once(
+    run: Run,
+    flags: tuple[str, ...],
+    capsys: pytest.CaptureFixture[str],
+    more: list[str],
+    said: str,
+) -> None:
+    assert said in refused(endless_stream, run, capsys, *flags, *more)
