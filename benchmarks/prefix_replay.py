@@ -7,8 +7,8 @@ No server and no model: traces of seven kinds go through the tree (`radix.replay
 held out when the order was tuned. One JSON line per workload and size of memory: hit tokens for
 every order and for the offline optimum. And what thinning does where every second request is a
 `duoattention` request that takes thinned prefixes (the others are dense and fill the tree): the
-prefix tokens that lie in memory, and hits, with prefixes whole, thinned in their turn, and thinned
-before any is emptied.
+prefix tokens that lie in memory, and hits, of all and of either kind of request, with prefixes
+whole, thinned in their turn, and thinned before any is emptied.
 """
 
 from __future__ import annotations
@@ -64,6 +64,10 @@ def measure(requests: Sequence[Request], memory: int) -> dict[str, Any]:
             name: {
                 "resident_tokens": one.resident_tokens,
                 "hit_tokens": one.hit_tokens,
+                "hit_tokens_by_kind": {
+                    "dense": one.hit_tokens - one.duoattention_hit_tokens,
+                    "duoattention": one.duoattention_hit_tokens,
+                },
                 "thinnings": one.thinnings,
             }
             for name, one in arms.items()

@@ -12,6 +12,18 @@ from sglang_kv.benchmarks.records import lines, newest
 ORDERS = ("importance", "lru", "lfu", "slru", "cost")
 GATES = ("calibrated gates", "all-one gates", "shuffled gates", "no attention", "recompute cost")
 
+#: What `radix_tree.py` records of a tree: the column, and digits behind the point.
+TREE_COSTS = {
+    "match_ms": ("match", 2),
+    "insert_ms": ("insert", 2),
+    "match_and_insert_ms": ("both", 2),
+    "match_and_insert_worst_ms": ("both, worst", 2),
+    "match_path_of_pages_ms": ("match, comb", 2),
+    "profile_ms": ("profile", 2),
+    "credit_ms": ("credit", 2),
+    "evict_node_ms": ("evict a node", 3),
+}
+
 
 def _ratio(value: float, base: float) -> str:
     return f"{value / base:.2f}x" if base else "-"
@@ -33,18 +45,23 @@ def orders() -> str:
 
 
 def thinning() -> str:
-    """Prefix tokens in memory and hits with thinning, beside whole prefixes."""
+    """Prefix tokens in memory and hits with thinning, beside whole prefixes.
+
+    Hits of either kind of request stand in newer lines only.
+    """
     rows = newest("prefix_replay").values()
     if not rows:
         return NOTHING
-    arms = ("thinned", "thinned first")
-    heads = [f"{arm}: {what}" for arm in arms for what in ("in memory", "hits")]
-    table = head("workload", "memory", *heads)
+    arms, kinds = ("thinned", "thinned first"), ("dense", "duoattention")
+    shown_of_arm = ("in memory", "hits", *(f"hits, {kind}" for kind in kinds))
+    table = head("workload", "memory", *(f"{arm}: {what}" for arm in arms for what in shown_of_arm))
     for row in rows:
         whole, shown = row["duoattention"]["whole"], []
         for arm in arms:
             cell = row["duoattention"][arm]
             shown += [_ratio(cell[key], whole[key]) for key in ("resident_tokens", "hit_tokens")]
+            of_kind, base = (one.get("hit_tokens_by_kind", {}) for one in (cell, whole))
+            shown += [_ratio(of_kind.get(kind, 0), base.get(kind, 0)) for kind in kinds]
         table.append(f"| `{row['workload']}` | {row['memory_tokens']:,} | {' | '.join(shown)} |")
     return "\n".join(table)
 
@@ -112,14 +129,19 @@ def costs() -> str:
         return NOTHING
     parts: list[str] = []
     if found:
-        parts = head("nodes", "match", "insert", "both", "both, worst", "evict a node")
+        parts = head("nodes", *(shown for shown, _ in TREE_COSTS.values()))
         for nodes in sorted(found):
             row = found[nodes]
-            names = ("match_ms", "insert_ms", "match_and_insert_ms", "match_and_insert_worst_ms")
-            shown = [f"{row[name]:.2f} ms" for name in names]
-            parts.append(f"| {nodes:,} | {' | '.join(shown)} | {row['evict_node_ms']:.3f} ms |")
-        prompt = next(iter(found.values()))["prompt_tokens"]
-        parts += ["", f"Prompts of {prompt:,} tokens; medians. {_where(found.values())}"]
+            cells = [f"{row[name]:.{digits}f} ms" for name, (_, digits) in TREE_COSTS.items()]
+            parts.append(f"| {nodes:,} | {' | '.join(cells)} |")
+        any_row = next(iter(found.values()))
+        prompt, pages = any_row["prompt_tokens"], any_row["prompt_tokens"] // any_row["page_size"]
+        parts += [
+            "",
+            f"Prompts of {prompt:,} tokens; medians. *Comb*: a match along {pages:,} nodes of one "
+            "page each, the worst shape there is. *Profile* and *credit*, once per prompt: its "
+            f"importance over pages, and adding that to its path. {_where(found.values())}",
+        ]
     if passes:
         row = passes[-1]
         parts += [

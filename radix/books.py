@@ -70,6 +70,7 @@ class Books(Generic[V]):
         self.num_nodes = 0
         self.used_bytes = 0
         self.idle_bytes = 0  #: part of ``used_bytes`` that nobody reads
+        self.idle_snapshot_bytes = 0  #: part of ``idle_bytes`` that snapshots weigh
         self.evictable_tokens = 0  #: ids of unlocked nodes
         self.protected_tokens = 0  #: ids of locked nodes
         self.memory: LazyHeap[V] = LazyHeap()  #: nodes that may lose memory
@@ -115,14 +116,6 @@ class Books(Generic[V]):
         memory first; return how many. Ids and memory of a node go together here."""
         freed = 0
         while freed < num_tokens and (node := self.leaves.peek()) is not None:
-            freed += len(node)
-            self._remove(node)
-        return freed
-
-    def prune(self) -> int:
-        """Remove leaves that have neither locks nor memory; return how many tokens they had."""
-        freed = 0
-        while (node := self.leaves.peek()) is not None and not node.holds_memory:
             freed += len(node)
             self._remove(node)
         return freed
@@ -208,9 +201,15 @@ class Books(Generic[V]):
         weight = self.owner.weigh(node)
         self.used_bytes += weight - node.bytes
         if node.readers == 0:
-            self.idle_bytes += weight - node.bytes
+            self._count_idle(node, weight - node.bytes)
         node.bytes = weight
         node.cost = self.owner.cost(node)
+
+    def _count_idle(self, node: Node[V], num_bytes: int) -> None:
+        """So many more bytes of ``node`` are read by nobody."""
+        self.idle_bytes += num_bytes
+        if node.namespace.policy is not None:  # there nothing but a snapshot has memory
+            self.idle_snapshot_bytes += num_bytes
 
     def _set_state(self, node: Node[V], state: State) -> None:
         parent = node.parent
@@ -248,7 +247,7 @@ class Books(Generic[V]):
         parent.resident_children -= node.state is State.RESIDENT
         parent.kept_children -= node.state is not State.HOLLOW
         self.used_bytes -= node.bytes
-        self.idle_bytes -= node.bytes
+        self._count_idle(node, -node.bytes)
         self.evictable_tokens -= len(node)
         self.num_nodes -= 1
         self.memory.discard(node)

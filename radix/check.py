@@ -26,6 +26,11 @@ def check(tree: Books[Any]) -> None:
         ("distinct ids", tree.num_nodes, len({node.id for node in nodes})),
         ("used bytes", tree.used_bytes, sum(node.bytes for node in nodes)),
         ("idle bytes", tree.idle_bytes, sum(node.bytes for node in idle)),
+        (
+            "idle bytes of snapshots",
+            tree.idle_snapshot_bytes,
+            sum(node.bytes for node in idle if node.snapshot is not None),
+        ),
         ("protected tokens", tree.protected_tokens, sum(map(len, locked))),
         (
             "evictable tokens",
@@ -84,6 +89,9 @@ def _check_children(tree: Books[Any], node: Node[Any]) -> None:
 def _check_heap(name: str, heap: LazyHeap[Any], expected: dict[Node[Any], OrderKey | None]) -> None:
     keys = {node.id: key for node, key in expected.items() if key is not None}
     assert heap.key_of == keys, f"{name}: the heap differs from a walk"
+    assert heap.num_entries <= heap.most_entries, (
+        f"{name}: {heap.num_entries} entries for {len(keys)} candidates"
+    )
     first = heap.peek()
     least = min(keys.items(), key=lambda item: (item[1], item[0]), default=None)
     assert (first.id if first else None) == (least[0] if least else None), f"{name}: wrong top"

@@ -9,6 +9,7 @@ unless whoever asks has a right to see them.
 from __future__ import annotations
 
 import argparse
+import heapq
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 
 from sglang_kv.radix.books import Books
 from sglang_kv.radix.node import Node
+from sglang_kv.radix.orders import OrderKey
 
 #: Tokens of a node that are shown, where they are.
 TOKENS = 8
@@ -29,11 +31,11 @@ def as_json(tree: Books[Any], *, most: int | None = None, secrets: bool = False)
         secrets: show the first tokens of nodes, and the parts of namespaces.
     """
     nodes: list[dict[str, Any]] = []
-    stack = _sorted(tree, tree.root)
+    stack = _sorted(tree, tree.root, most)
     while stack and (most is None or len(nodes) < most):
         node = stack.pop()
         nodes.append(_node(tree, node, secrets))
-        stack.extend(_sorted(tree, node))
+        stack.extend(_sorted(tree, node, None if most is None else most - len(nodes)))
     return {
         "order": tree.order_name,
         "page_size": tree.page_size,
@@ -66,9 +68,17 @@ def as_text(dump: dict[str, Any]) -> str:
     return "\n".join([*lines, f"and {left_out} more nodes"] if left_out else lines)
 
 
-def _sorted(tree: Books[Any], node: Node[Any]) -> list[Node[Any]]:
-    """Children, the most important last: they are taken from the end."""
-    return sorted(node.children.values(), key=lambda child: (tree.order(child), child.id))
+def _sorted(tree: Books[Any], node: Node[Any], most: int | None) -> list[Node[Any]]:
+    """Children, the most important last: they are taken from the end. Of more than ``most``, those
+    that come first; the root of a busy tree has very many, and few are shown."""
+
+    def place(child: Node[Any]) -> tuple[OrderKey, int]:
+        return tree.order(child), child.id
+
+    children = node.children.values()
+    if most is None or len(children) <= most:
+        return sorted(children, key=place)
+    return heapq.nlargest(most, children, key=place)[::-1]
 
 
 def _node(tree: Books[Any], node: Node[Any], secrets: bool) -> dict[str, Any]:

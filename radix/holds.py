@@ -51,7 +51,7 @@ class Holds(Books[V]):
         for step in steps:
             step.readers += 1
             if step.readers == 1:
-                self.idle_bytes -= step.bytes
+                self._count_idle(step, -step.bytes)
                 self._refresh(step)
 
     def unread(self, node: Node[V]) -> None:
@@ -62,7 +62,7 @@ class Holds(Books[V]):
         for step in steps:
             step.readers -= 1
             if step.readers == 0:
-                self.idle_bytes += step.bytes
+                self._count_idle(step, step.bytes)
                 self._refresh(step)
 
     def _read_by(self, node: Node[V]) -> list[Node[V]]:

@@ -83,12 +83,14 @@ class PrefillOwner(Owner[range]):
 
 @dataclass(frozen=True)
 class Replayed:
-    """What came of one replay. Tokens; ``resident_tokens`` is the mean over the second half."""
+    """What came of one replay. Tokens; ``resident_tokens`` is the mean over the second half, and
+    ``duoattention_hit_tokens`` the part of ``hit_tokens`` of requests that store nothing."""
 
     order: str
     requests: int
     prompt_tokens: int
     hit_tokens: int
+    duoattention_hit_tokens: int
     resident_tokens: int
     thinnings: int
 
@@ -129,7 +131,7 @@ def replay(
         thin_first=thin_first,
     )
     capacity = memory_tokens * owner.token_bytes
-    prompt_tokens = hits = resident = 0
+    prompt_tokens = hits = duoattention_hits = resident = 0
     for index, request in enumerate(requests):
         key, length = request.key(), request.prompt_tokens
         prompt_tokens += length
@@ -140,6 +142,7 @@ def replay(
         need = None if publishes and publish_every > 1 else owner.thin
         match = tree.match(key, limit=length - 1, need=need)
         hits += match.length
+        duoattention_hits += 0 if publishes else match.length
         tree.lock(match.node)
         tree.read(match.node)
         if publishes:  # with room for all of it: what is thinned on its way is filled again
@@ -162,6 +165,7 @@ def replay(
         len(requests),
         prompt_tokens,
         hits,
+        duoattention_hits,
         resident // max(1, len(requests) - len(requests) // 2),
         owner.thinnings,
     )

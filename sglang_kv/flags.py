@@ -85,7 +85,8 @@ def _add_prefix_flags(group: Any) -> None:
         "--tenant-header",
         metavar="NAME",
         help="With --prefix-sharing tenant: the HTTP header that names a request's tenant, set by "
-        "whoever authenticates in front of this server (default: the Authorization header).",
+        "whoever authenticates in front of this server, in place of any that a client sent: a "
+        "request with two of them has no identity (default: the Authorization header).",
     )
     group.add_argument(
         "--prefix-thinning",

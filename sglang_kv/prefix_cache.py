@@ -237,7 +237,7 @@ class HeadPageRadixCache(IdLedger):
     def idle_pages(self) -> int:
         """Head pages that nobody reads through the tree (some may be shared with a private
         request, and would not be freed by emptying their node)."""
-        of_nodes = self.tree.idle_bytes - self.snapshots.idle_bytes()
+        of_nodes = self.tree.idle_bytes - self.tree.idle_snapshot_bytes
         return of_nodes // self.ledger.page_bytes + self.snapshots.idle_pages()
 
     def evict_pages(self, want_free: int) -> bool:

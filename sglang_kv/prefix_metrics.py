@@ -35,7 +35,7 @@ class PrefixExporter:
         )
         self.importance = gauge(
             "prefix_tokens_by_importance",
-            "Cached tokens by importance, up to so many times a prompt's mean.",
+            "Cached tokens whose importance is at most so many times a prompt's mean; cumulative.",
             "le",
         )
 
@@ -53,8 +53,10 @@ class PrefixExporter:
             step, _, reason = name.partition("/")
             new = tokens - (before.given_up.get(name, 0) if before else 0)
             self.given_up.labels(**self.labels, step=step, reason=reason).inc(new)
-        for bound, tokens in now.importance.items():
-            self.importance.labels(**self.labels, le=bound).set(tokens)
+        up_to = 0
+        for bound, tokens in now.importance.items():  # in order of bounds
+            up_to += tokens
+            self.importance.labels(**self.labels, le=bound).set(up_to)
 
 
 def tree_in_internal_state(_: None, _controller: Any, state: dict[str, Any]) -> None:

@@ -59,23 +59,15 @@ class SnapshotStore:
         self.cache = cache
         self.ledger = cache.ledger
         self.of_node: dict[PrefixNode, Snapshot] = {}
-        #: References that snapshots hold, by page.
-        self.refs: NDArray[np.int32] = np.zeros_like(self.ledger.pool.refs)
 
     def clear(self) -> None:
         """Everything was flushed, the pool too."""
         self.of_node.clear()
-        self.refs[:] = 0
+        self.ledger.pool.forget_held()
 
     def idle_pages(self) -> int:
         """Pages that snapshots hold and nobody else does."""
-        if not self.of_node:
-            return 0
-        return int(((self.refs > 0) & (self.refs == self.ledger.pool.refs)).sum())
-
-    def idle_bytes(self) -> int:
-        """What snapshots that nobody reads weigh in the tree, shared pages several times."""
-        return sum(node.bytes for node in self.of_node if node.readers == 0)
+        return self.ledger.pool.num_idle
 
     # -- taking --
 
@@ -139,15 +131,13 @@ class SnapshotStore:
         """The tree has taken a snapshot: from now on it holds its pages."""
         snapshot = node.snapshot
         assert isinstance(snapshot, Snapshot)
-        self.ledger.pool.share(snapshot.pages)
-        np.add.at(self.refs, snapshot.pages, 1)
+        self.ledger.pool.hold(snapshot.pages)
         self.of_node[node] = snapshot
 
     def forget(self, node: PrefixNode) -> None:
         """The tree gives a snapshot up."""
         snapshot = self.of_node.pop(node)
-        np.subtract.at(self.refs, snapshot.pages, 1)
-        self.ledger.pool.release(snapshot.pages)
+        self.ledger.pool.let_go(snapshot.pages)
 
     # -- going on from one --
 
@@ -198,10 +188,10 @@ class SnapshotStore:
         """Raise unless these are the tree's snapshots and their references add up (for tests)."""
         found = {node for node in self.cache.tree.nodes() if node.snapshot is not None}
         assert found == set(self.of_node), "snapshots are lost, or were not forgotten"
-        refs = np.zeros_like(self.refs)
+        held = np.zeros_like(self.ledger.pool.held)
         for snapshot in self.of_node.values():
-            np.add.at(refs, snapshot.pages, 1)
-        assert (refs == self.refs).all(), "pages of snapshots are counted wrongly"
+            np.add.at(held, snapshot.pages, 1)
+        assert (held == self.ledger.pool.held).all(), "pages of snapshots are counted wrongly"
 
 
 def resumable(plan: Any) -> bool:

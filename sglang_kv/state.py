@@ -37,8 +37,6 @@ if TYPE_CHECKING:
 class Snapshots(Protocol):
     """What the ledger asks of the ends of sessions that the tree keeps."""
 
-    refs: NDArray[np.int32]
-
     def copies_ahead(self, state: RequestState, node: Any, length: int) -> int: ...
 
     def drop_of(self, state: RequestState) -> bool: ...
@@ -81,7 +79,7 @@ class PrefixStats:
         hit_tokens: of prompts, those that came from the tree, by method, once per request.
         prompt_tokens: of the same prompts, all.
         given_up: by ``step/reason`` (`tree_stats.TreeStats`).
-        importance: tokens with memory, by importance up to so much.
+        importance: tokens with memory, each under the first bound that is not below its importance.
     """
 
     hit_tokens: dict[str, int]
@@ -450,8 +448,7 @@ class PhysicalLedger:
         for state in self.rows.values():
             if state.private:
                 np.add.at(refs, self.lists(state), 1)
-        if self.tree is not None:
-            refs += self.tree.snapshots.refs
+        refs += self.pool.held
         if (refs != self.pool.refs).any():
             bad = np.flatnonzero(refs != self.pool.refs)
             raise AssertionError(f"{len(bad)} head pages have references nobody holds: {bad[:8]}")

@@ -29,12 +29,26 @@ _tenant: ContextVar[str | None] = ContextVar("sglang_kv_tenant", default=None)
 
 
 def tenant_of(request: Any, header: str | None) -> str | None:
-    """A digest of who sent an HTTP request; None: it does not say, or it is none."""
+    """A digest of who sent an HTTP request; None: it does not say, says it twice, or is none.
+
+    Where the header stands twice, the client may have written one of them, and a proxy that appends
+    its own does not tell which: nobody is believed, not even if both say the same.
+    """
     headers = getattr(request, "headers", None)
-    value = headers.get(header or "authorization") if headers is not None else None
-    if not value or not value.strip():
+    values = [] if headers is None else _values(headers, header or "authorization")
+    value = values[0].strip() if len(values) == 1 else ""
+    if not value:
         return None
-    return hashlib.sha256(b"sglang-kv-tenant\0" + value.strip().encode()).hexdigest()[:32]
+    return hashlib.sha256(b"sglang-kv-tenant\0" + value.encode()).hexdigest()[:32]
+
+
+def _values(headers: Any, name: str) -> list[str]:
+    """Every value of a header; of a plain mapping the one that it has."""
+    getlist = getattr(headers, "getlist", None)
+    if getlist is not None:
+        return list(getlist(name))
+    value = headers.get(name)
+    return [] if value is None else [value]
 
 
 def read_tenant(options: Options, custom_params: dict[str, Any]) -> str | None:
@@ -89,7 +103,8 @@ def add_flush_route(_result: None, manager: Any, *_args: Any, **_kwargs: Any) ->
         tenant = tenant_of(request, options.tenant_header)
         if tenant is None:
             name = options.tenant_header or "Authorization"
-            return JSONResponse({"error": f"{name}: the request does not say whose prefixes"}, 400)
+            error = f"{name}: must stand there once, and say whose prefixes"
+            return JSONResponse({"error": error}, 400)
         key = f"{FLUSH_KEY}{options.secret}:{tenant}"
         done = await manager.set_internal_state(SetInternalStateReq(server_args={key: 1}))
         return JSONResponse({"flushed": all(done)}, 200 if all(done) else 400)
@@ -117,10 +132,16 @@ def flush_on_request(original: Callable[..., Any], scheduler: Any, recv_req: Any
 
 
 def flush_old_weights(manager: Any, *_args: Any, **_kwargs: Any) -> None:
-    """Other weights were loaded: what the old ones computed serves nobody any more."""
+    """Other weights were loaded: what the old ones computed serves nobody any more.
+
+    Raises RuntimeError where that cannot be seen to: what old weights computed must not be served.
+    """
     options = active_options()
-    if options is not None and options.active and manager.scheduler is not None:
-        manager.scheduler.tree_cache.weights_changed()
+    if options is None or not options.active:
+        return
+    if manager.scheduler is None:
+        raise RuntimeError("other weights were loaded, and the prefixes of the old ones are kept")
+    manager.scheduler.tree_cache.weights_changed()
 
 
 _MANAGER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"

@@ -54,13 +54,18 @@ class TreeStats:
 def importance_spread(tree: RadixTree[Any]) -> dict[str, int]:
     """Tokens with memory by the importance of their page now, up to each of `BOUNDS`.
 
-    Of the first `SAMPLE` nodes that a walk comes to.
+    Of the first `SAMPLE` nodes that a walk comes to. A page counts once, under the first bound that
+    is not below it; bounds are written as Prometheus writes them.
     """
     counts = np.zeros(len(BOUNDS), dtype=np.int64)
     for node in islice(tree.nodes(), SAMPLE):
         if node.holds_memory:
             counts += _by_bound(tree, node)
-    return {f"{bound:g}": int(count) for bound, count in zip(BOUNDS, counts, strict=True)}
+    return {_name(bound): int(count) for bound, count in zip(BOUNDS, counts, strict=True)}
+
+
+def _name(bound: float) -> str:
+    return "+Inf" if bound == float("inf") else str(bound)
 
 
 def _by_bound(tree: RadixTree[Any], node: PrefixNode) -> Any:

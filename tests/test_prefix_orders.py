@@ -12,8 +12,8 @@ import pytest
 from sglang.srt.mem_cache.base_prefix_cache import InsertParams, MatchPrefixParams
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
 
-from sglang_kv.benchmarks import prefix_orders, prefix_tables
-from sglang_kv.benchmarks.records import lines
+from sglang_kv.benchmarks import prefix_orders, prefix_tables, records
+from sglang_kv.benchmarks.markdown import NOTHING
 
 
 class TreeServer:
@@ -115,8 +115,22 @@ def test_a_prompt_must_fit(
     assert "--context and --pool must hold the longest prompt" in capsys.readouterr().err
 
 
-def test_the_table_has_a_row_for_each_line() -> None:
-    recorded = {row["arm"] for row in lines("prefix_orders")}
-    table = prefix_tables.served()
-    shown = [line for line in table.splitlines() if line.startswith("| `")]
-    assert len(shown) == len(recorded)
+def test_the_table_has_a_row_for_each_line(
+    served: type[TreeServer], monkeypatch: pytest.MonkeyPatch, demo_model: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "prefix_orders.jsonl"
+    monkeypatch.setattr(records, "FOLDER", tmp_path)
+    assert prefix_tables.served() == NOTHING
+    flags = ("--orders", "stock", "lru", "--traffic", "tenants", "agents", "--pool", "40000")
+    run(monkeypatch, demo_model, out, *flags)
+    again = ("--orders", "lru", "--traffic", "agents", "--pool", "40000")
+    run(monkeypatch, demo_model, out, *again)  # of an arm the newest line counts
+    rows = records.newest("prefix_orders")
+    assert (len(records.lines("prefix_orders")), len(rows)) == (5, 4)
+    shown = [line for line in prefix_tables.served().splitlines() if line.startswith("| `")]
+    assert len(shown) == 4
+    for line, row in zip(shown, rows.values(), strict=True):
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        assert cells[:3] == [f"`{row['traffic']}`", "40,000", f"`{row['order']}`"]
+        assert cells[3] == f"{row['hit_tokens']:,}" != "0"
+        assert cells[-1] == ("-" if row["order"] == "stock" else cells[3])

@@ -17,6 +17,7 @@ from sglang_kv.radix.node import Thin
 from sglang_kv.radix.optimum import optimum
 from sglang_kv.radix.orders import ORDERS
 from sglang_kv.radix.replay import PrefillOwner, compare, main, replay, with_signal
+from sglang_kv.radix.shapes import conversation, tool_agent
 from sglang_kv.radix.trace import MAX_SEGMENT, Request, expand, read_trace, write_trace
 from sglang_kv.radix.workloads import (
     WORKLOADS,
@@ -198,6 +199,22 @@ def test_importance_against_lru(name: str) -> None:
     assert tokens["importance"] <= optimum(requests, memory)
 
 
+#: The shapes of public traces, whose requests are longer: generator and tokens of memory.
+SHAPES = {"conversation": (conversation, 262_144), "tool_agent": (tool_agent, 262_144)}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_importance_against_lru_on_public_shapes(name: str) -> None:
+    generate, memory = SHAPES[name]
+    requests = generate(0, requests=300)
+    tokens = {order: replay(requests, memory, order).hit_tokens for order in ("importance", "lru")}
+    assert tokens["importance"] >= 0.97 * tokens["lru"] > 0
+    best = optimum(requests, memory)
+    assert tokens["importance"] <= best
+    # Memory is short, or all orders would be alike.
+    assert tokens["lru"] < 0.95 * best
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, 2])
 @pytest.mark.parametrize("name", WORKLOADS)
@@ -216,6 +233,15 @@ def test_thinning_keeps_more_prefixes_for_those_who_can_use_them() -> None:
     thinned = replay(requests, memory, "importance", owner=PrefillOwner(thin=thin))
     assert thinned.thinnings > 0
     assert thinned.resident_tokens > plain.resident_tokens
+
+
+def test_hits_of_dense_and_of_duoattention_requests_are_told_apart() -> None:
+    """Every second request is dense and stores; the others only read."""
+    story = trace("A", "A", "B", "AB", "AB", "B")
+    done = replay(story, 100, "lru", page_size=2, publish_every=2)
+    # Dense: A (nothing), B (nothing), AB (A). The others: A (A), AB (A), B (B).
+    assert (done.hit_tokens, done.duoattention_hit_tokens) == (4 + 12, 12)
+    assert replay(story, 100, "lru", page_size=2).duoattention_hit_tokens == 0
 
 
 def test_workloads_depend_on_their_seed_alone() -> None:

@@ -264,7 +264,7 @@ class TreeMachine(RuleBasedStateMachine):
             self.tree.split(nodes[which % len(nodes)], at * PAGE)
 
     @rule(
-        how=st.sampled_from(["evict_one"] * 4 + ["evict"] * 2 + ["evict_tokens", "prune", "flush"]),
+        how=st.sampled_from(["evict_one"] * 4 + ["evict"] * 2 + ["evict_tokens"] * 2 + ["flush"]),
         count=st.integers(1, 30),
         space=st.sampled_from(SPACES + POLICIES),
     )
@@ -273,8 +273,6 @@ class TreeMachine(RuleBasedStateMachine):
             self.evict(count)
         elif how == "evict_tokens":
             self.evict_tokens(count)
-        elif how == "prune":
-            self.prune()
         elif how == "flush":
             self.flush(space)
         else:
@@ -297,8 +295,11 @@ class TreeMachine(RuleBasedStateMachine):
             assert all((keys[step.node], step.node.id) <= (key, n.id) for n, key in keys.items())
 
     def evict_tokens(self, num_tokens: int) -> None:
-        free = len(self.oracle.free_ids)
+        free, used = len(self.oracle.free_ids), self.tree.used_bytes
+        bare = {n for n in self.tree.nodes() if not (n.holds_memory or n.children or n.lock_ref)}
         freed = self.tree.evict_tokens(num_tokens)
+        # Ids without memory go first, so none are left where memory went with ids.
+        assert self.tree.used_bytes == used or not bare & set(self.tree.nodes())
         assert len(self.oracle.free_ids) - free == freed
         assert freed >= min(num_tokens, self._removable())
 
@@ -306,11 +307,6 @@ class TreeMachine(RuleBasedStateMachine):
         """Tokens of nodes under which nobody locks or reads anything."""
         held = {step for node, _ in self.held for step in node.path()}
         return sum(len(node) for node in self.tree.nodes() if node not in held)
-
-    def prune(self) -> None:
-        self.tree.prune()
-        for node in self.tree.nodes():
-            assert node.holds_memory or node.children or node.lock_ref
 
     def flush(self, space: Namespace) -> None:
         others = {p for p in self.oracle.entries if p[0] != space}

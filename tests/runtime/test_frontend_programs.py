@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import sglang as sgl
-from serving import NONE, STREAMING, ledger, uses_server
+from serving import NONE, STREAMING, flush, ledger, uses_server
 
 from sglang_kv.benchmarks.server import Server
 from sglang_kv.frontend import KVRuntimeEndpoint, kv_policy
@@ -39,6 +39,11 @@ def report(state: Any, name: str) -> dict[str, Any]:
     return found
 
 
+def cached(state: Any, name: str) -> int:
+    """Prompt tokens of a call that came from the prefix tree."""
+    return int(state.get_meta_info(name)["cached_tokens"])
+
+
 def applied(state: Any, name: str) -> dict[str, Any]:
     value = report(state, name)
     given = value["parameters"].items()
@@ -52,6 +57,7 @@ def applied(state: Any, name: str) -> dict[str, Any]:
 @sgl.function
 def three_readings(s: Any, document: str, policies: list[dict[str, Any]]) -> None:
     s += document
+    s.sync()  # SGLang computes the text ahead of its branches if it is there when the fork is asked
     forks = s.fork(len(policies))
     for fork, policy in zip(forks, policies, strict=True):
         with kv_policy(fork, **policy):
@@ -60,8 +66,9 @@ def three_readings(s: Any, document: str, policies: list[dict[str, Any]]) -> Non
 
 
 def test_branches_of_a_fork_read_one_document_under_their_own_policies(
-    backend: KVRuntimeEndpoint, document: str
+    server: Server, backend: KVRuntimeEndpoint, document: str
 ) -> None:
+    flush(server)
     policies = [NONE, STREAMING, SMALL]
     branches = three_readings.run(document, policies, backend=backend)["states"]
     assert [applied(branch, "summary") for branch in branches] == policies
@@ -70,6 +77,11 @@ def test_branches_of_a_fork_read_one_document_under_their_own_policies(
     assert (streaming["kept_tokens"], small["kept_tokens"]) == (256, 128)
     assert streaming["logical_tokens"] == small["logical_tokens"] == full["logical_tokens"]
     assert all(branch["summary"].strip() for branch in branches)
+    # The fork computes the document once, before its branches. A windowed branch takes as much of
+    # it as full attention gives it, too: sinks and window.
+    whole, *windows = (cached(branch, "summary") for branch in branches)
+    assert whole > 1450
+    assert [hit // 16 for hit in windows] == [256 // 16, 128 // 16]
 
 
 def test_a_full_branch_answers_as_if_it_were_alone(
@@ -142,7 +154,10 @@ def conversation(s: Any) -> None:
     s += sgl.assistant(sgl.gen("fifth", max_tokens=4, temperature=0))
 
 
-def test_turns_of_a_conversation_have_their_own_policies(backend: KVRuntimeEndpoint) -> None:
+def test_turns_of_a_conversation_have_their_own_policies(
+    server: Server, backend: KVRuntimeEndpoint
+) -> None:
+    flush(server)
     state = conversation.run(backend=backend.with_policy(**SMALL))
     turns = ["first", "second", "third", "fourth", "fifth"]
     assert [applied(state, turn) for turn in turns] == [SMALL, STREAMING, NONE, STREAMING, SMALL]
@@ -150,6 +165,10 @@ def test_turns_of_a_conversation_have_their_own_policies(backend: KVRuntimeEndpo
     # Each turn holds all before it.
     lengths = [report(state, turn)["logical_tokens"] for turn in turns]
     assert lengths == sorted(lengths)
+    # The first has nothing to go on from; the others share what lies within all their windows.
+    hits = [cached(state, turn) for turn in turns]
+    assert hits[0] == 0
+    assert all(hit > 0 for hit in hits[1:])
 
 
 def test_a_streamed_program_has_its_report_in_the_end(backend: KVRuntimeEndpoint) -> None:

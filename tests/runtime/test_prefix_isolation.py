@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import pkgutil
 from collections import defaultdict
 from types import SimpleNamespace
 from typing import Any
@@ -15,10 +15,10 @@ pytest.importorskip("sglang")
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from ledger_harness import Harness, Req
-from starlette.datastructures import Headers
+from sglang.srt.plugins.hook_registry import HookType, _wrap_fn
 
 from sglang_kv import tenants
-from sglang_kv.compression import Compressor, PolicyError, parse_policy
+from sglang_kv.compression import Compressor, parse_policy
 from sglang_kv.config import Options
 from sglang_kv.namespaces import Sharing
 from sglang_kv.radix.node import State
@@ -211,86 +211,32 @@ def test_other_weights_empty_the_tree() -> None:
     assert h.ledger.pool.num_used == h.tree.tree.num_nodes == 0
 
 
-# -- who is it? --
-
-
-def request(**headers: str) -> Any:
-    return SimpleNamespace(headers=Headers({k.replace("_", "-"): v for k, v in headers.items()}))
-
-
-def test_a_tenant_is_told_by_header_or_credential() -> None:
-    of = tenants.tenant_of
-    one, two = request(authorization="Bearer one"), request(authorization="Bearer two")
-    assert of(one, None) == of(request(Authorization=" Bearer one"), None) != of(two, None)
-    assert "one" not in str(of(one, None))
-    for nobody in (request(), request(authorization=" "), None, object()):
-        assert of(nobody, None) is None
-    # A header that names the tenant counts alone: a client's credential cannot take its place.
-    assert of(one, "X-Tenant") is None
-    assert of(request(x_tenant="one", authorization="a"), "X-Tenant") == of(
-        request(x_tenant="one", authorization="b"), "X-Tenant"
+@pytest.mark.parametrize("options", [None, Options(), Options(method="none")])
+def test_sglangs_weight_update_empties_the_tree(
+    options: Options | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hooked as SGLang hooks it: before its own flush, which may be refused or not asked for."""
+    target = (
+        "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager."
+        "flush_cache_after_weight_update"
     )
-
-
-@pytest.fixture
-def derived(monkeypatch: pytest.MonkeyPatch) -> Options:
-    options = Options(method="none", prefix_sharing="tenant", secret="s3cret")
+    ((hook, kind),) = [(hook, kind) for name, hook, kind in tenants.HOOKS if name == target]
+    update = _wrap_fn(pkgutil.resolve_name(target), hook, HookType[kind])
     monkeypatch.setattr("sglang_kv.startup._options", options)
-    return options
-
-
-def tokenized(custom_params: Any = None) -> Any:
-    return SimpleNamespace(sampling_params=SimpleNamespace(custom_params=custom_params))
-
-
-def test_the_scheduler_believes_only_this_servers_own_process(derived: Options) -> None:
-    made = tokenized({"kv_compression": "none"})
-    tenants.note_sender(None, None, request(authorization="Bearer one"))
-    tenants.note_sender(None, None)  # one of several samples
-    tenants.attach_tenant(made)
-    tenant = tenants.read_tenant(derived, made.sampling_params.custom_params)
-    assert tenant == tenants.tenant_of(request(authorization="Bearer one"), None)
-    assert made.sampling_params.custom_params["kv_compression"] == "none"
-    tenants.note_sender(None, None, request())
-    nobody = tokenized()
-    tenants.attach_tenant(nobody)
-    assert nobody.sampling_params.custom_params is None
-    for forged in (f"guess:{tenant}", tenant, f":{tenant}", "s3cret:", "s3cret"):
-        params = {tenants.TENANT_KEY: forged}
-        assert tenants.read_tenant(derived, params) is None
-        with pytest.raises(PolicyError, match=tenants.TENANT_KEY):
-            tenants.refuse_forged(params)
-    assert tenants.read_tenant(Options(method="none"), {tenants.TENANT_KEY: f":{tenant}"}) is None
-
-
-def test_a_tenant_flushes_its_own(derived: Options, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From the route through SGLang's own message to the tree, and past it for other settings."""
-    from sglang.srt.managers.io_struct import SetInternalStateReq
-    from starlette.applications import Starlette
-    from starlette.testclient import TestClient
-
-    flushed: list[str] = []
-    scheduler = SimpleNamespace(tree_cache=SimpleNamespace(flush_tenant=flushed.append))
-
-    class Manager:
-        async def set_internal_state(self, req: Any) -> list[bool]:
-            return [tenants.flush_on_request(lambda *_: None, scheduler, req).updated]
-
-    app = Starlette()
-    monkeypatch.setitem(
-        sys.modules,
-        "sglang.srt.entrypoints.http_server",
-        SimpleNamespace(app=app),
-    )
-    for _ in range(2):
-        tenants.add_flush_route(None, Manager())
-    client = TestClient(app)
-    assert client.post(tenants.FLUSH_PATH).status_code == 400
-    answer = client.post(tenants.FLUSH_PATH, headers={"Authorization": "Bearer one"})
-    assert (answer.status_code, answer.json()) == (200, {"flushed": True})
-    assert flushed == [tenants.tenant_of(request(authorization="Bearer one"), None)]
-    assert len(app.routes) == 1
-    for key in (tenants.FLUSH_KEY + "guess:" + flushed[0], "pp_max_micro_batch_size"):
-        other = SetInternalStateReq(server_args={key: 1})
-        assert tenants.flush_on_request(lambda *_: "SGLang's", scheduler, other) == "SGLang's"
-    assert len(flushed) == 1
+    active = options is not None and options.active
+    h = Harness(pool_tokens=4096)
+    req = Req(TEXT, NONE)
+    serve(h, req, 0)
+    h.release(req, publish=True)
+    manager = SimpleNamespace(scheduler=SimpleNamespace(tree_cache=h.tree))
+    asked = SimpleNamespace(flush_cache=False, torch_empty_cache=False)
+    assert update(manager, asked, True, "done") == (True, "done")
+    assert first_match(h, Req([*TEXT, 1], NONE)) == (0 if active else 80)
+    assert (h.ledger.pool.num_used == 0) == active
+    # Without a scheduler nobody knows the tree: better no answer than an old model's.
+    orphan = SimpleNamespace(scheduler=None)
+    if active:
+        with pytest.raises(RuntimeError, match="the prefixes of the old ones are kept"):
+            update(orphan, asked, True, "done")
+    else:
+        assert update(orphan, asked, True, "done") == (True, "done")

@@ -9,7 +9,7 @@ from array import array
 from typing import Any
 
 import pytest
-from serving import eventually, flush, ledger, noise, uses_server
+from serving import NONE, STREAMING, eventually, flush, ledger, noise, uses_server
 from sglang.srt.mem_cache.base_prefix_cache import InsertParams, MatchPrefixParams
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
 
@@ -58,6 +58,35 @@ def test_plain_requests_hit_what_stock_sglangs_tree_has(server: Server) -> None:
     assert state["kv_compression"]["prefixes"]["hit_tokens"]["none"] == hits + total
     # Its spread is taken anew every few seconds.
     eventually(lambda: sum(n > 0 for n in ledger(server)["prefixes"]["importance"].values()) > 1)
+
+
+@on_server("small")
+@pytest.mark.parametrize("policy", [NONE, STREAMING], ids=lambda policy: policy["method"])
+def test_sglangs_own_sessions_go_on_where_they_ended(
+    server: Server, policy: dict[str, Any]
+) -> None:
+    """Not the streaming ones: each turn's prompt is put together by SGLang, and then looked up."""
+    flush(server)
+    session = server.post("/open_session", {"capacity_of_str_len": 100_000, "timeout": 600})
+
+    def turn(ids: list[int], after: str | None, **how: Any) -> tuple[Any, int]:
+        params = {"id": session, "rid": after, **how}
+        options = {"max_new_tokens": 9, "ignore_eos": True, "session_params": params}
+        answer = server.generate(ids, policy, **options)
+        assert answer["meta_info"]["kv_compression"]["method"] == policy["method"]
+        return answer["meta_info"]["id"], cached(answer)
+
+    first, hit = turn(noise(303, 1), None)
+    assert hit == 0
+    second, hit = turn(noise(41, 2), first)
+    # Of 303 tokens and 9 of the answer the last is not computed: 19 whole pages.
+    assert hit == 304
+    _, hit = turn(noise(20, 3), second)
+    assert hit == (303 + 9 + 41 + 9 - 1) // 16 * 16
+    # Back to the first turn, without its answer: a prefix that full attention computed serves, and
+    # an end of a window does not, which lies behind the answer.
+    _, hit = turn(noise(33, 4), first, drop_previous_output=True)
+    assert hit == (303 // 16 * 16 if policy is NONE else 256)
 
 
 def key_of(ids: list[int]) -> RadixKey:

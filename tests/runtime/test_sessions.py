@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import random
+from array import array
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -11,6 +14,7 @@ pytest.importorskip("sglang")
 
 from ledger_harness import HEADS, LAYERS, Harness, Req
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+from sglang.srt.session.session_controller import Session
 
 from sglang_kv.compression import parse_policy
 
@@ -135,6 +139,61 @@ def test_no_other_tenant_goes_on_from_it() -> None:
         assert req.prefix_len <= 28
         h.tree.set_reader(req.sglang_kv, None)
         h.tree.unlock(req.lock)
+
+
+class Turn(Req):
+    """With the fields that SGLang's own sessions read and write."""
+
+    multimodal_inputs = None
+
+    def inherit_mm_token_counts(self, last: Turn) -> None:
+        """There are none."""
+
+    @property
+    def origin_input_ids_unpadded(self) -> array[int]:
+        return self.origin_input_ids
+
+
+@pytest.mark.parametrize("policy", [{"method": "none"}, STREAMING, DUO])
+def test_sglangs_own_sessions_go_on_where_they_ended(policy: dict[str, Any]) -> None:
+    """Not the streaming ones: SGLang puts each turn's prompt together, and looks it up whole."""
+    h = Harness(page_size=4, pool_tokens=4096, virtual_tokens=8192)
+    session = Session(capacity_of_str_len=10_000)
+
+    def ask(ids: list[int], rid: str, after: str | None, **how: Any) -> tuple[int, int]:
+        """Tokens of the prompt, and how many of them were known."""
+        received = MagicMock(rid=rid, input_ids=array("q", ids), extra_key=None, cache_salt=None)
+        received.session_params = SimpleNamespace(
+            **{"rid": after, "replace": False, "offset": None, "drop_previous_output": False, **how}
+        )
+
+        def made(**fields: Any) -> Turn:
+            return Turn(list(fields["origin_input_ids"]), parse_policy(policy))
+
+        req = session.create_req(received, None, 1000, req_factory=made)
+        h.admit(req)
+        known, prompt = req.prefix_len, len(req.origin_input_ids)
+        while req.extend_end < prompt:
+            h.extend(req, 29)
+            h.checkpoint(req)
+        for token in range(6):
+            h.decode(req, token)
+        req.output_ids.append(7)
+        h.release(req, publish=True)
+        return prompt, known
+
+    assert ask(words(101), "one", None) == (101, 0)
+    # Of an answer of seven tokens, six were computed.
+    assert ask(words(40, 1), "two", "one") == (101 + 7 + 40, 104)
+    # Another second turn, from the same end; of a prefix, up to where the two prompts part.
+    known = 108 if policy["method"] == "none" else 104
+    assert ask(words(30, 3), "three", "one") == (101 + 7 + 30, known)
+    assert ask(words(9, 2), "four", "two") == (148 + 7 + 9, 152)
+    # One that takes back what the first had answered.
+    prompt, known = ask(words(30, 4), "five", "one", drop_previous_output=True)
+    assert prompt == 101 + 30
+    assert known == {"none": 100, "streamingllm": 24, "duoattention": 20}[policy["method"]]
+    h.check_empty()
 
 
 def test_memory_is_given_back_when_it_is_wanted() -> None:
