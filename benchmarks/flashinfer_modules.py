@@ -140,6 +140,16 @@ def link_folder(folder: Path, cuda_home: Path) -> Path:
     return folder
 
 
+def more_headers(cuda_home: Path) -> list[Path]:
+    """Folders with headers that FA3's sources include and ``cuda_home`` lacks: CUDA's compiler
+    alone has none of its libraries'. They come with torch's packages for CUDA."""
+    wanted = "curand_kernel.h"
+    if (cuda_home / "include" / wanted).exists():
+        return []
+    found = [Path(part) / "nvidia" for part in sys.path]
+    return [path.parent for folder in found for path in sorted(folder.glob(f"*/include/{wanted}"))]
+
+
 def objects(spec: Any) -> list[Path]:
     """What is compiled by nvcc, by the recipe's own file: FlashInfer's list has other names."""
     found = ninja(spec, "-t", "targets", "rule", "cuda_compile")[1].splitlines()
@@ -205,6 +215,8 @@ def main(argv: list[str] | None = None) -> None:
     home = Path(get_cuda_path())
     os.environ["FLASHINFER_EXTRA_LDFLAGS"] = f"-L{link_folder(args.work / 'link', home)}"
     os.environ["NVCC_APPEND_FLAGS"] = "-Xptxas=-v"
+    if headers := more_headers(home)[:1]:
+        os.environ["CPATH"] = os.pathsep.join([str(headers[0]), os.environ.get("CPATH", "")])
     said = subprocess.run([home / "bin/nvcc", "--version"], capture_output=True, text=True).stdout
     nvcc = re.findall(r"V([\d.]+)", said)
     about = {"arch": args.arch, "nvcc": nvcc[0], "flashinfer": version("flashinfer-python")}

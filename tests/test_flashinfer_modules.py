@@ -40,6 +40,20 @@ def test_what_ptxas_says() -> None:
         list(kernels(SAID.split("ptxas info    : Used 255")[0]))
 
 
+def test_a_toolkit_without_libraries_gets_their_headers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for folder in ("home/include", "packages/nvidia/cu13/include"):
+        (tmp_path / folder).mkdir(parents=True)
+    monkeypatch.setattr("sys.path", [str(tmp_path / "packages")])
+    assert flashinfer_modules.more_headers(tmp_path / "home") == []
+    there = tmp_path / "packages/nvidia/cu13/include"
+    (there / "curand_kernel.h").touch()
+    assert flashinfer_modules.more_headers(tmp_path / "home") == [there]
+    (tmp_path / "home/include/curand_kernel.h").touch()
+    assert flashinfer_modules.more_headers(tmp_path / "home") == []
+
+
 def test_modules_are_those_of_our_plans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """FlashInfer names a module by what it was asked for; 8-bit pages have FA2 alone."""
     core, env = (pytest.importorskip(f"flashinfer.jit.{name}") for name in ("core", "env"))
