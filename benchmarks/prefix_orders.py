@@ -6,10 +6,11 @@
 
 Workloads of the replayer, scaled down to the demo model on a CPU (`prefix_text`): by default
 tenants with a system prompt each, and documents that are asked about once. One server per order,
-the same requests one after another, the same pool; the default is too small for all system prompts
-and the documents between them. `stock` is SGLang without the plugin, its tree and its attention:
-with memory for all, plain requests hit as much in either tree. A line per order: prompt tokens that
-came from the tree, by the answers and by the server's metrics, and the time to the first token.
+all running; each request goes to every one of them in turn, one at a time. The same pool; the
+default is too small for all system prompts and the documents between them. `stock` is SGLang
+without the plugin, its tree and its attention: with memory for all, plain requests hit as much in
+either tree. A line per order: prompt tokens that came from the tree, by the answers and by the
+server's metrics, and the time to the first token.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +63,8 @@ def replayed(traffic: Traffic, pool: int, order: str) -> int:
 
 def flags_of(order: str, args: argparse.Namespace) -> list[str]:
     flags = ["--max-total-tokens", str(args.pool), "--page-size", str(PAGE)]
-    flags += ["--max-running-requests", "1", "--enable-metrics"]
+    # The others wait while one is asked; awake, each would take a core.
+    flags += ["--max-running-requests", "1", "--enable-metrics", "--sleep-on-idle"]
     flags += ["--context-length", str(args.context), "--chunked-prefill-size", str(args.context)]
     if order == STOCK:
         return [*flags, "--attention-backend", "torch_native"]
@@ -75,41 +78,60 @@ def by_metrics(server: Server) -> dict[str, float]:
     return {key: metrics.total(f"sglang_kv:{name}") for key, name in names.items()}
 
 
-def measure(traffic: Traffic, order: str, args: argparse.Namespace) -> dict[str, Any]:
-    cached, seconds, counted = [], [], dict[str, float]()
-    with Server(args.model, *flags_of(order, args)) as server:
-        if (order == STOCK) == ("impl=HeadPageRadixCache" in server.log):
-            raise RuntimeError(f"{order}: the server runs another tree than it was asked for")
-        ask(server, [5] * 64, "warm-up")
+def start(order: str, args: argparse.Namespace, stack: ExitStack) -> Server:
+    """A warm server with that order, and with the tree that belongs to it."""
+    server = stack.enter_context(Server(args.model, *flags_of(order, args)))
+    if (order == STOCK) == ("impl=HeadPageRadixCache" in server.log):
+        raise RuntimeError(f"{order}: the server runs another tree than it was asked for")
+    ask(server, [5] * 64, "warm-up")
+    return server
+
+
+def measure(
+    traffic: Traffic, servers: dict[str, Server], args: argparse.Namespace
+) -> Iterator[dict[str, Any]]:
+    """A row per server. Each request goes to all of them, one after another, each first in its
+    turn: the machine's slow and fast moments are the same for all."""
+    orders = list(servers)
+    cached: dict[str, list[int]] = {order: [] for order in orders}
+    seconds: dict[str, list[float]] = {order: [] for order in orders}
+    before: dict[str, dict[str, float]] = {}
+    for order, server in servers.items():
         server.flush()
         if order != STOCK:
-            counted = by_metrics(server)
-        for turn in traffic.turns:
-            found, first = ask(server, traffic.prompt(turn), str(turn.namespace.tenant))
-            cached.append(found)
-            seconds.append(first)
-        if order != STOCK:
-            time.sleep(args.metrics_every)
-            counted = {key: n - counted[key] for key, n in by_metrics(server).items()}
+            before[order] = by_metrics(server)
+    for index, turn in enumerate(traffic.turns):
+        at = index % len(orders)
+        for order in orders[at:] + orders[:at]:
+            prompt, tenant = traffic.prompt(turn), str(turn.namespace.tenant)
+            found, first = ask(servers[order], prompt, tenant)
+            cached[order].append(found)
+            seconds[order].append(first)
+    time.sleep(args.metrics_every)
     prompts = [len(traffic.prompt(turn)) for turn in traffic.turns]
-    return {
-        "arm": f"{order}, {traffic.name}, {args.pool}",
-        "order": order,
-        "traffic": traffic.name,
-        "requests": len(prompts),
-        "prompt_tokens": sum(prompts),
-        "pool_tokens": args.pool,
-        "hit_tokens": sum(cached),
-        "hit_tokens_by_metrics": round(counted["hit"]) if counted else None,
-        "hit_rate": round(sum(cached) / sum(prompts), 4),
-        "evicted_tokens": round(counted["evicted"]) if counted else None,
-        "ttft_mean_s": round(statistics.mean(seconds), 3),
-        "ttft_p50_s": round(statistics.median(seconds), 3),
-        "seconds": round(sum(seconds), 1),
-        "replayed_evenly": None if order == STOCK else replayed(traffic, args.pool, order),
-        "model": Path(args.model).name,
-        "seed": args.seed,
-    }
+    for order, server in servers.items():
+        counted = {}
+        if order != STOCK:
+            counted = {key: n - before[order][key] for key, n in by_metrics(server).items()}
+        took = sum(seconds[order])
+        yield {
+            "arm": f"{order}, {traffic.name}, {args.pool}",
+            "order": order,
+            "traffic": traffic.name,
+            "requests": len(prompts),
+            "prompt_tokens": sum(prompts),
+            "pool_tokens": args.pool,
+            "hit_tokens": sum(cached[order]),
+            "hit_tokens_by_metrics": round(counted["hit"]) if counted else None,
+            "hit_rate": round(sum(cached[order]) / sum(prompts), 4),
+            "evicted_tokens": round(counted["evicted"]) if counted else None,
+            "ttft_mean_s": round(statistics.mean(seconds[order]), 3),
+            "ttft_p50_s": round(statistics.median(seconds[order]), 3),
+            "ttft_to_lru": round(took / sum(seconds["lru"]), 3) if "lru" in seconds else None,
+            "replayed_evenly": None if order == STOCK else replayed(traffic, args.pool, order),
+            "model": Path(args.model).name,
+            "seed": args.seed,
+        }
 
 
 def main() -> None:
@@ -136,9 +158,11 @@ def main() -> None:
     longest = max(len(traffic.prompt(turn)) for traffic in found for turn in traffic.turns)
     if longest >= min(args.context, args.pool):
         parser.error(f"--context and --pool must hold the longest prompt, {longest} tokens")
-    for traffic in found:
-        for order in args.orders:
-            record("prefix_orders", measure(traffic, order, args), path=args.out)
+    with ExitStack() as stack:
+        servers = {order: start(order, args, stack) for order in dict.fromkeys(args.orders)}
+        for traffic in found:
+            for row in measure(traffic, servers, args):
+                record("prefix_orders", row, path=args.out)
 
 
 if __name__ == "__main__":

@@ -102,14 +102,14 @@ def served() -> str:
     rows = newest("prefix_orders").values()
     if not rows:
         return NOTHING
-    columns = ("hit tokens", "hit rate", "TTFT, mean", "TTFT, p50", "replayed, all read evenly")
+    columns = ("hit tokens", "hit rate", "TTFT, mean", "beside lru", "replayed, all read evenly")
     table = head("traffic", "memory", "order", *columns)
     for row in rows:
         replayed = row.get("replayed_evenly")
         table.append(
             f"| `{row['traffic']}` | {row['pool_tokens']:,} | `{row['order']}` "
             f"| {row['hit_tokens']:,} | {row['hit_rate']:.1%} "
-            f"| {row['ttft_mean_s']:.2f} s | {row['ttft_p50_s']:.2f} s "
+            f"| {row['ttft_mean_s']:.2f} s | {_beside(row.get('ttft_to_lru'))} "
             f"| {'-' if replayed is None else format(replayed, ',')} |"
         )
     first = next(iter(rows))
@@ -119,6 +119,10 @@ def served() -> str:
     }
     said = "; ".join(f"`{name}`: {size}" for name, size in sizes.items())
     return "\n".join([*table, "", f"{first['model']}. {said}. {_where(rows)}"])
+
+
+def _beside(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}x"
 
 
 def costs() -> str:

@@ -20,6 +20,8 @@ class TreeServer:
     """Answers `/generate` with what SGLang's tree, of any size, has of a prompt."""
 
     started: ClassVar[list[list[str]]] = []
+    #: Who was asked, in time.
+    asked: ClassVar[list[str]] = []
     #: What the log says, whatever was asked for.
     stubborn = ""
 
@@ -42,6 +44,7 @@ class TreeServer:
 
     def stream(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
         assert path == "/generate"
+        self.asked.append("ours" if self.ours else "stock")
         ids, salt = body["input_ids"], body["extra_key"]
         match = self.tree.match_prefix(
             MatchPrefixParams(key=RadixKey(array("q", ids[:-1]), extra_key=salt))
@@ -64,6 +67,7 @@ class TreeServer:
 def served(monkeypatch: pytest.MonkeyPatch) -> type[TreeServer]:
     monkeypatch.setattr(prefix_orders, "Server", TreeServer)
     monkeypatch.setattr(TreeServer, "started", [])
+    monkeypatch.setattr(TreeServer, "asked", [])
     return TreeServer
 
 
@@ -88,10 +92,15 @@ def test_stock_and_ours_are_asked_the_same(
         assert stock["hit_tokens"] == ours["hit_tokens"] == ours["replayed_evenly"] > 0
         assert ours["hit_tokens_by_metrics"] == ours["hit_tokens"]
         assert (ours["evicted_tokens"], stock["hit_tokens_by_metrics"]) == (0, None)
-    for flags_of_stock in served.started[::2]:
-        assert "--kv-compression" not in flags_of_stock
-        assert flags_of_stock[flags_of_stock.index("--attention-backend") + 1] == "torch_native"
-    assert all("importance" in ours for ours in served.started[1::2])
+    flags_of_stock, flags_of_ours = served.started  # once for both workloads
+    assert "--kv-compression" not in flags_of_stock
+    assert flags_of_stock[flags_of_stock.index("--attention-backend") + 1] == "torch_native"
+    assert "importance" in flags_of_ours
+    assert all("--sleep-on-idle" in flags for flags in served.started)
+    # After the warm-ups each request goes to both, the first one changing.
+    turns = served.asked[2:6]
+    assert turns == ["stock", "ours", "ours", "stock"]
+    assert {row["ttft_to_lru"] for row in rows} == {None}
 
 
 def test_another_tree_than_was_asked_for_is_refused(
