@@ -102,23 +102,19 @@ def served() -> str:
     rows = newest("prefix_orders").values()
     if not rows:
         return NOTHING
-    columns = ("hit tokens", "hit rate", "TTFT, mean", "beside lru", "replayed, all read evenly")
-    table = head("traffic", "memory", "order", *columns)
+    columns = ("hit rate", "TTFT, mean", "beside lru", "replayed, all read evenly")
+    table = head("traffic", "requests", "prompt tokens", "memory", "order", "hit tokens", *columns)
     for row in rows:
         replayed = row.get("replayed_evenly")
         table.append(
-            f"| `{row['traffic']}` | {row['pool_tokens']:,} | `{row['order']}` "
+            f"| `{row['traffic']}` | {row['requests']} | {row['prompt_tokens']:,} "
+            f"| {row['pool_tokens']:,} | `{row['order']}` "
             f"| {row['hit_tokens']:,} | {row['hit_rate']:.1%} "
             f"| {row['ttft_mean_s']:.2f} s | {_beside(row.get('ttft_to_lru'))} "
             f"| {'-' if replayed is None else format(replayed, ',')} |"
         )
     first = next(iter(rows))
-    sizes = {
-        row["traffic"]: f"{row['requests']} requests of {row['prompt_tokens']:,} prompt tokens"
-        for row in rows
-    }
-    said = "; ".join(f"`{name}`: {size}" for name, size in sizes.items())
-    return "\n".join([*table, "", f"{first['model']}. {said}. {_where(rows)}"])
+    return "\n".join([*table, "", f"{first['model']}, seed {first['seed']}. {_where(rows)}"])
 
 
 def _beside(value: float | None) -> str:

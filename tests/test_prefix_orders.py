@@ -140,6 +140,8 @@ def test_the_table_has_a_row_for_each_line(
     assert len(shown) == 4
     for line, row in zip(shown, rows.values(), strict=True):
         cells = [cell.strip() for cell in line.strip("|").split("|")]
-        assert cells[:3] == [f"`{row['traffic']}`", "40,000", f"`{row['order']}`"]
-        assert cells[3] == f"{row['hit_tokens']:,}" != "0"
-        assert cells[-1] == ("-" if row["order"] == "stock" else cells[3])
+        assert cells[:2] == [f"`{row['traffic']}`", str(row["requests"])]
+        assert cells[2] == f"{row['prompt_tokens']:,}"
+        assert cells[3:5] == ["40,000", f"`{row['order']}`"]
+        assert cells[5] == f"{row['hit_tokens']:,}" != "0"
+        assert cells[-1] == ("-" if row["order"] == "stock" else cells[5])
