@@ -47,7 +47,7 @@ def steps() -> str:
         "",
         f"{first['batch']} requests of {first['context']:,} tokens, SmolLM2-135M-Instruct in bf16 "
         f"on {env['cores']} cores of an {env['cpu']} that read {first['read_gb_s']:.1f} GB/s, "
-        f"commit {', '.join(commits)}, {env['date'][:10]}; samples of the scheduler's thread, times "
-        "the step's length without sampling. `benchmarks/step_time.py`.",
+        f"commit {', '.join(commits)}, {env['date'][:10]}; samples of the scheduler's thread, "
+        "times the step's length without sampling. `benchmarks/step_time.py`.",
     ]
     return "\n".join(table)
