@@ -32,12 +32,12 @@ from sglang_kv.benchmarks.common import record
 from sglang_kv.benchmarks.prefix_text import TEXTS, Traffic
 from sglang_kv.benchmarks.server import Server, generate_body
 from sglang_kv.benchmarks.watch import Metrics
+from sglang_kv.radix.orders import ORDERS
 from sglang_kv.radix.replay import replay
 from sglang_kv.radix.trace import Request
 
 PAGE = 16
 STOCK = "stock"
-ORDERS = ("importance", "lru", "lfu", "slru", "cost")
 
 
 def ask(server: Server, prompt: list[int], salt: str) -> tuple[int, float]:

@@ -68,8 +68,7 @@ def rotary(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    # On a CPU SGLang rounds its angles to the model's dtype: the same ones are used here, widened.
-    cache = rope.cos_sin_cache_as(torch.float32)
+    cache = rope.cos_sin_cache
     if (
         runtime.current() is None
         or offsets is not None
@@ -86,8 +85,11 @@ def rotary(
         or not _fits(query, key)
     ):
         return original(rope, positions, query, key, offsets, *args, **kwargs)
+    # On a CPU SGLang rounds its angles to the model's dtype: the same ones are used here, widened
+    # once and kept. Only here, so that a server without compression makes no copy.
+    wide = rope.cos_sin_cache_as(torch.float32)
     for heads in (query, key):
-        elementwise.apply_rope(heads, positions, cache, rope.head_size)
+        elementwise.apply_rope(heads, positions, wide, rope.head_size)
     return query, key
 
 
