@@ -7,7 +7,7 @@ from typing import Any
 from sglang_kv.benchmarks.figure import Figure, Series
 from sglang_kv.benchmarks.records import newest
 
-SPEED = "memory and speed"
+SPEED, ANEW = "memory and speed", "recomputed window"
 
 
 def perplexities() -> dict[str, dict[str, Any]]:
@@ -32,6 +32,8 @@ def table() -> str:
             f"{row['expected_logical_tokens']:,}; {row['kept_tokens']:,} kept |",
             f"| most head pages | {row['most_head_pages']:,}; computed beforehand: at most "
             f"{row['bound_head_pages']:,} |",
+            f"| the same in decode | {row['most_head_pages_in_decode']:,}; at most "
+            f"{row['bound_head_pages_in_decode']:,} |",
             f"| resident memory in decode | {rss['first']:,.0f} MiB at first, {rss['last']:,.0f} "
             f"at the end ({rss['last'] / rss['first'] - 1:+.1%}) |",
             f"| decode, first and last {row['tokens_compared']:,} tokens | "
@@ -40,24 +42,32 @@ def table() -> str:
         ]
     for arm, found in arms.items():
         values = found["perplexity"]
-        if "samples" in found:  # too few in a bucket for one of its own
-            count = found["samples"] * len(values)
-            lines.append(
-                f"| perplexity, {arm} | {found['perplexity_of_all']:.1f} over {count} tokens of "
-                f"{found['tokens']:,} |"
-            )
-            continue
         lines.append(
             f"| perplexity, {arm}, {found['tokens']:,} tokens | {values[0]:.1f} in the first "
             f"{found['bucket']:,}, {values[-1]:.1f} in the last, {min(values):.1f} to "
             f"{max(values):.1f} between |"
         )
+    if anew := newest("endless_stream").get(ANEW):
+        lines.append(_beside(anew))
     return "\n".join(lines)
+
+
+def _beside(row: dict[str, Any]) -> str:
+    """The stream beside the window that is recomputed, on the same tokens."""
+    both = row["beside_stream"]
+    halves = [row[f"beside_stream_{half}_half"]["ratio"] for half in ("first", "second")]
+    low, high = both["ratio_interval"]
+    return (
+        f"| perplexity beside a recomputed window, the same {both['n'] * row['tokens_per_place']:,} "
+        f"tokens at {both['n']} places | {both['ppl']:.1f} beside {both['full_ppl']:.1f} "
+        f"({both['ratio']:.3f}x, {low:.3f} - {high:.3f}); {halves[0]:.3f}x in the first half of the "
+        f"stream, {halves[1]:.3f}x in the second |"
+    )
 
 
 def figure() -> Figure | None:
     """Perplexity against position in the stream, past the trained length."""
-    arms = {arm: row for arm, row in perplexities().items() if "samples" not in row}
+    arms = perplexities()
     if not arms:
         return None
     series = []

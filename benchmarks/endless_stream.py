@@ -5,8 +5,9 @@
 
 The first reads the text as one prompt and goes on to decode, without logprobs: head pages against
 the bound computed beforehand, resident memory of the scheduler, decode speed over time. The second
-asks for the logprob of every token of the prompt, for sinks and window, for a window without sinks,
-and, on a sample of positions, for a window computed anew for each token, the honest floor.
+asks for the logprob of every token of the prompt, for sinks and window and for a window without
+sinks. The honest floor is a window that is computed anew for each token; it is asked for at places
+drawn from the text, and compared with the stream's own logprobs of the same tokens.
 One JSON line per arm.
 """
 
@@ -26,10 +27,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from sglang_kv.benchmarks.common import record
 from sglang_kv.benchmarks.methods import PAGE, geometry_of, plan_of
+from sglang_kv.benchmarks.perplexity import paired
 from sglang_kv.benchmarks.server import Server, generate_body, resident
 
 BUCKET = 10_000
-WARM_UP = 500  # decoded tokens
+WARM_UP = 1500  # decoded tokens
+RUN = 16  # tokens that are predicted at a place of the recomputed window
 
 
 def token_ids(model: str, text: Path, count: int) -> list[int]:
@@ -93,7 +96,7 @@ def run_stream(args: argparse.Namespace, ids: list[int]) -> dict[str, Any]:
     first_at, decoded = done[0][0], done[-1][1]
     in_decode = [memory for at, _, memory in watch.samples if at > first_at]
     in_prompt = [memory for at, _, memory in watch.samples if begin + 20 < at < first_at]
-    count = min(BUCKET, (decoded - WARM_UP) // 2)
+    count = min(BUCKET, decoded - WARM_UP)
     first, last = speed(done, WARM_UP, WARM_UP + count), speed(done, decoded - count, decoded)
     return {
         "policy": policy,
@@ -102,6 +105,8 @@ def run_stream(args: argparse.Namespace, ids: list[int]) -> dict[str, Any]:
         "kept_tokens": report["kept_tokens"],
         "most_head_pages": max(pages for _, pages, _ in watch.samples),
         "bound_head_pages": bound,
+        "most_head_pages_in_decode": max(pages for at, pages, _ in watch.samples if at > first_at),
+        "bound_head_pages_in_decode": plan.peak_pages(len(ids) + args.decode, 1),
         "prompt_tok_s": round(len(ids) / (first_at - begin), 1),
         "decode_tok_s_first": round(first, 2),
         "decode_tok_s_last": round(last, 2),
@@ -132,35 +137,59 @@ def spread(samples: list[int]) -> dict[str, float] | None:
     return {name: round(value / 2**20, 1) for name, value in parts.items()}
 
 
-def run_perplexity(server: Server, ids: list[int], policy: dict[str, Any]) -> list[float]:
-    """Mean negative logprob of each bucket of positions."""
+def losses_of(server: Server, ids: list[int], policy: dict[str, Any]) -> list[float]:
+    """Negative logprob of each token but the first."""
     answer = server.post(
         "/generate",
         generate_body(ids, policy, max_new_tokens=1, return_logprob=True, logprob_start_len=0),
         timeout_s=6 * 3600,
     )
-    losses: list[float] = [-entry[0] for entry in answer["meta_info"]["input_token_logprobs"][1:]]
-    return [fmean(losses[i : i + BUCKET]) for i in range(0, len(losses), BUCKET)]
+    return [-entry[0] for entry in answer["meta_info"]["input_token_logprobs"][1:]]
 
 
-def recomputed(server: Server, ids: list[int], window: int, samples: int) -> dict[int, list[float]]:
-    """The loss of sampled tokens, each after a prompt that is its window and nothing else."""
-    found: dict[int, list[float]] = {}
-    buckets = range(BUCKET, len(ids) - 1, BUCKET)
-    for bucket in buckets:
-        rng = random.Random(bucket)
-        here = range(bucket, min(bucket + BUCKET, len(ids)))
-        for at in sorted(rng.sample(here, min(samples, len(here)))):
-            answer = server.generate(
-                ids[at - window : at + 1],
-                {"method": "none"},
-                max_new_tokens=1,
-                return_logprob=True,
-                logprob_start_len=window - 1,
-            )
-            logprob: float = answer["meta_info"]["input_token_logprobs"][-1][0]
-            found.setdefault(bucket, []).append(-logprob)
+def per_bucket(losses: list[float]) -> list[float]:
+    parts = (losses[i : i + BUCKET] for i in range(0, len(losses), BUCKET))
+    return [round(math.exp(fmean(part)), 3) for part in parts]
+
+
+def places(count: int, samples: int) -> list[int]:
+    """Where the window is recomputed: as many starts in each bucket but the first."""
+    found: list[int] = []
+    for bucket in range(BUCKET, count - RUN, BUCKET):
+        here = range(bucket, min(bucket + BUCKET, count - RUN))
+        found += sorted(random.Random(bucket).sample(here, min(samples, len(here))))
     return found
+
+
+def recomputed(
+    server: Server, ids: list[int], stream: list[float], window: int, samples: int
+) -> dict[str, Any]:
+    """What a window computed anew says of some tokens, beside ``stream``, the stream's losses.
+
+    Each place costs a prefill of the window, so RUN tokens are scored there: the first is
+    predicted from ``window`` tokens and nothing else, the last from ``window + RUN - 1``.
+    A place stands for itself in the intervals; its tokens are not independent.
+    """
+    pairs: dict[int, tuple[float, float]] = {}
+    for at in places(len(ids), samples):
+        answer = server.generate(
+            ids[at - window : at + RUN],
+            {"method": "none"},
+            max_new_tokens=1,
+            return_logprob=True,
+            logprob_start_len=window - 1,
+        )
+        anew = [entry[0] for entry in answer["meta_info"]["input_token_logprobs"][-RUN:]]
+        pairs[at] = (-fmean(stream[at - 1 : at - 1 + RUN]), fmean(anew))
+    half = BUCKET + (len(ids) - BUCKET) // 2
+    return {
+        "window": window,
+        "samples": samples,
+        "tokens_per_place": RUN,
+        "beside_stream": paired(list(pairs.values())),
+        "beside_stream_first_half": paired([pair for at, pair in pairs.items() if at < half]),
+        "beside_stream_second_half": paired([pair for at, pair in pairs.items() if at >= half]),
+    }
 
 
 def about(args: argparse.Namespace, ids: list[int]) -> dict[str, Any]:
@@ -180,25 +209,15 @@ def perplexities(args: argparse.Namespace, ids: list[int]) -> None:
         f"{args.sinks} sinks": ({"sinks": args.sinks, "recent": args.recent}, len(ids)),
         "no sinks": ({"sinks": 0, "recent": window}, args.without_sinks or len(ids)),
     }
+    losses: dict[str, list[float]] = {}
     with start(args) as server:
         for arm, (sizes, count) in arms.items():
             policy = {"method": "streamingllm", **sizes}
-            losses = run_perplexity(server, ids[:count], policy)
-            row: dict[str, Any] = {
-                "policy": policy,
-                "perplexity": [round(math.exp(x), 3) for x in losses],
-            }
+            losses[arm] = losses_of(server, ids[:count], policy)
+            row: dict[str, Any] = {"policy": policy, "perplexity": per_bucket(losses[arm])}
             record("endless_stream", {"arm": arm, **about(args, ids[:count]), **row})
-        found = recomputed(server, ids, window, args.samples)
-        every = [loss for losses in found.values() for loss in losses]
-        row = {
-            "window": window,
-            "samples": args.samples,
-            "perplexity": [round(math.exp(fmean(x)), 3) for x in found.values()],
-            "perplexity_of_all": round(math.exp(fmean(every)), 3),
-        }
-        arm = "recomputed window, sampled"
-        record("endless_stream", {"arm": arm, **about(args, ids), **row})
+        row = recomputed(server, ids, losses[f"{args.sinks} sinks"], window, args.samples)
+        record("endless_stream", {"arm": "recomputed window", **about(args, ids), **row})
 
 
 def wrong(args: argparse.Namespace) -> str | None:
@@ -208,8 +227,8 @@ def wrong(args: argparse.Namespace) -> str | None:
     if args.perplexity:
         if args.sinks + args.recent >= BUCKET:
             return f"--sinks, --recent: must be less than {BUCKET:,} together"
-        if args.tokens <= BUCKET + 1:
-            return f"--tokens: must be above {BUCKET + 1:,} with --perplexity, got {args.tokens:,}"
+        if args.tokens < 3 * BUCKET:  # a place in each half of what follows the first bucket
+            return f"--tokens: must be at least {3 * BUCKET:,} with --perplexity, got {args.tokens:,}"
         if args.samples < 1:
             return f"--samples: must be at least 1, got {args.samples}"
     elif args.decode < 2 * WARM_UP:
@@ -232,7 +251,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--perplexity", action="store_true")
     parser.add_argument("--without-sinks", type=int, help="tokens of the arm without sinks")
-    parser.add_argument("--samples", type=int, default=4, help="recomputed tokens per bucket")
+    parser.add_argument("--samples", type=int, default=4, help="recomputed windows per bucket")
     args = parser.parse_args()
     if fault := wrong(args):
         parser.error(fault)

@@ -140,14 +140,23 @@ def link_folder(folder: Path, cuda_home: Path) -> Path:
     return folder
 
 
-def more_headers(cuda_home: Path) -> list[Path]:
-    """Folders with headers that FA3's sources include and ``cuda_home`` lacks: CUDA's compiler
-    alone has none of its libraries'. They come with torch's packages for CUDA."""
+def more_headers(folder: Path, cuda_home: Path) -> list[Path]:
+    """A folder with headers that FA3's sources include and ``cuda_home`` lacks: CUDA's compiler
+    alone has none of its libraries'. They come with torch's packages for CUDA, beside headers of
+    the compiler that may be of another version, so they are linked one by one."""
     wanted = "curand_kernel.h"
     if (cuda_home / "include" / wanted).exists():
         return []
-    found = [Path(part) / "nvidia" for part in sys.path]
-    return [path.parent for folder in found for path in sorted(folder.glob(f"*/include/{wanted}"))]
+    packages = [Path(part) / "nvidia" for part in sys.path]
+    found = [path.parent for home in packages for path in sorted(home.glob(f"*/include/{wanted}"))]
+    if not found:
+        return []
+    folder.mkdir(parents=True, exist_ok=True)
+    for header in found[0].glob("curand*.h"):
+        link = folder / header.name
+        link.unlink(missing_ok=True)
+        link.symlink_to(header.resolve())
+    return [folder]
 
 
 def objects(spec: Any) -> list[Path]:
@@ -215,7 +224,7 @@ def main(argv: list[str] | None = None) -> None:
     home = Path(get_cuda_path())
     os.environ["FLASHINFER_EXTRA_LDFLAGS"] = f"-L{link_folder(args.work / 'link', home)}"
     os.environ["NVCC_APPEND_FLAGS"] = "-Xptxas=-v"
-    if headers := more_headers(home)[:1]:
+    if headers := more_headers(args.work.resolve() / "headers", home):
         os.environ["CPATH"] = os.pathsep.join([str(headers[0]), os.environ.get("CPATH", "")])
     said = subprocess.run([home / "bin/nvcc", "--version"], capture_output=True, text=True).stdout
     nvcc = re.findall(r"V([\d.]+)", said)

@@ -36,7 +36,8 @@ class Streaming(FakeServer):
 
     def generate(self, prompt: list[int], policy: Any = None, **options: Any) -> dict[str, Any]:
         answer = super().generate(prompt, policy, **options)
-        answer["meta_info"]["input_token_logprobs"] = [[None, 7, None], [-math.log(4), 7, None]]
+        predicted = [[-math.log(4), 7, None]] * endless_stream.RUN
+        answer["meta_info"]["input_token_logprobs"] = [[None, 7, None], *predicted]
         return answer
 
 
@@ -45,6 +46,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     monkeypatch.setattr(endless_stream, "Server", Streaming)
     monkeypatch.setattr(endless_stream, "BUCKET", 100)
     monkeypatch.setattr(endless_stream, "WARM_UP", 10)
+    monkeypatch.setattr(endless_stream, "RUN", 4)
     return runner(tmp_path / "results", monkeypatch)
 
 
@@ -62,7 +64,9 @@ def test_memory_and_speed(run: Run, flags: tuple[str, ...]) -> None:
     assert row["logical_tokens"] == row["expected_logical_tokens"] == 250 + 59
     assert row["most_head_pages"] == 600
     assert row["bound_head_pages"] > 0
-    assert row["tokens_compared"] == 25
+    assert row["most_head_pages_in_decode"] == 600
+    assert 0 < row["bound_head_pages_in_decode"] < row["bound_head_pages"]
+    assert row["tokens_compared"] == 50
     assert row["last_to_first"] == pytest.approx(1, abs=0.5)
     assert row["rss_in_prompt_mib"] is None  # it took less than the samples' first 20 s
     assert row["rss_in_decode_mib"]["most"] > 0
@@ -72,22 +76,52 @@ def test_memory_and_speed(run: Run, flags: tuple[str, ...]) -> None:
 
 
 def test_perplexity(run: Run, flags: tuple[str, ...]) -> None:
-    rows = run(endless_stream, *flags, "--perplexity", "--without-sinks", "150", "--samples", "3")
-    assert [row["arm"] for row in rows] == ["4 sinks", "no sinks", "recomputed window, sampled"]
-    assert [row["perplexity"] for row in rows] == [[2.0] * 3, [2.0] * 2, [4.0, 4.0]]
-    assert [row["tokens"] for row in rows] == [250, 150, 250]
+    more = ("--perplexity", "--tokens", "300", "--without-sinks", "150", "--samples", "3")
+    stream, without, anew = run(endless_stream, *flags, *more)
+    assert [row["arm"] for row in (stream, without, anew)] == [
+        *("4 sinks", "no sinks", "recomputed window")
+    ]
+    assert (stream["perplexity"], without["perplexity"]) == ([2.0] * 3, [2.0] * 2)
+    assert [row["tokens"] for row in (stream, without, anew)] == [300, 150, 300]
+    both = {"ppl": 2.0, "full_ppl": 4.0, "ratio": 0.5, "ratio_interval": [0.5, 0.5]}
+    assert anew["beside_stream"] == {"n": 6, **both}
+    assert anew["beside_stream_first_half"] == anew["beside_stream_second_half"] == {"n": 3, **both}
     (server,) = FakeServer.started
     assert [policy["sinks"] for policy in server.asked[:2] if policy] == [4, 0]
-    # A window of 64 and the token that is judged: three in each bucket but the first.
-    assert [len(prompt) for prompt in server.prompts[2:]] == [65] * 6
+    # A window of 64 and the four tokens that are judged: three in each bucket but the first.
+    assert [len(prompt) for prompt in server.prompts[2:]] == [68] * 6
+    ids = server.prompts[0]
+    for at, prompt in zip(endless_stream.places(300, 3), server.prompts[2:], strict=True):
+        assert prompt == ids[at - 64 : at + 4]
+
+
+def test_the_same_tokens_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Token i costs i / 1000 in the stream and twice that in a window that is recomputed."""
+    monkeypatch.setattr(endless_stream, "BUCKET", 100)
+    monkeypatch.setattr(endless_stream, "RUN", 4)
+
+    class Server:
+        def generate(self, prompt: list[int], *rest: Any, **more: Any) -> dict[str, Any]:
+            assert more["logprob_start_len"] == 63
+            entries = [[-2 * token / 1000, token, None] for token in prompt[64:]]
+            return {"meta_info": {"input_token_logprobs": [[None, prompt[63], None], *entries]}}
+
+    ids, losses = list(range(300)), [token / 1000 for token in range(1, 300)]
+    row = endless_stream.recomputed(Server(), ids, losses, 64, 5)  # type: ignore[arg-type]
+    places = endless_stream.places(300, 5)
+    assert all(100 <= at < 296 for at in places)
+    assert len(places) == row["beside_stream"]["n"] == 10
+    mean = sum(at + 1.5 for at in places) / len(places) / 1000
+    assert row["beside_stream"]["ppl"] == pytest.approx(math.exp(mean), abs=1e-3)
+    assert row["beside_stream"]["full_ppl"] == pytest.approx(math.exp(2 * mean), abs=1e-3)
 
 
 @pytest.mark.parametrize(
     ("more", "said"),
     [
         (["--decode", "19"], "--decode: must be at least 20, got 19"),
-        (["--perplexity", "--tokens", "101"], "--tokens: must be above 101 with --perplexity"),
-        (["--perplexity", "--samples", "0"], "--samples: must be at least 1, got 0"),
+        (["--perplexity", "--tokens", "299"], "--tokens: must be at least 300 with --perplexity"),
+        (["--perplexity", "--tokens", "300", "--samples", "0"], "--samples: must be at least 1, got 0"),
         (["--perplexity", "--recent", "96"], "--sinks, --recent: must be less than 100 together"),
         (["--text", "nowhere.txt"], "--text: nowhere.txt: no such file"),
     ],

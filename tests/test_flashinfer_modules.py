@@ -46,12 +46,17 @@ def test_a_toolkit_without_libraries_gets_their_headers(
     for folder in ("home/include", "packages/nvidia/cu13/include"):
         (tmp_path / folder).mkdir(parents=True)
     monkeypatch.setattr("sys.path", [str(tmp_path / "packages")])
-    assert flashinfer_modules.more_headers(tmp_path / "home") == []
+    linked, home = tmp_path / "linked", tmp_path / "home"
+    assert flashinfer_modules.more_headers(linked, home) == []
     there = tmp_path / "packages/nvidia/cu13/include"
-    (there / "curand_kernel.h").touch()
-    assert flashinfer_modules.more_headers(tmp_path / "home") == [there]
-    (tmp_path / "home/include/curand_kernel.h").touch()
-    assert flashinfer_modules.more_headers(tmp_path / "home") == []
+    for name in ("curand_kernel.h", "curand.h", "cuda_runtime.h"):
+        (there / name).touch()
+    for _ in range(2):  # a second run finds its links
+        assert flashinfer_modules.more_headers(linked, home) == [linked]
+    # The compiler's own headers stay the compiler's: those beside it may be of another version.
+    assert sorted(path.name for path in linked.iterdir()) == ["curand.h", "curand_kernel.h"]
+    (home / "include/curand_kernel.h").touch()
+    assert flashinfer_modules.more_headers(linked, home) == []
 
 
 def test_modules_are_those_of_our_plans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
