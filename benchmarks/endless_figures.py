@@ -11,8 +11,12 @@ SPEED, ANEW = "memory and speed", "recomputed window"
 
 
 def perplexities() -> dict[str, dict[str, Any]]:
-    """The newest line of each arm that has perplexities, by position in the stream."""
-    return {arm: row for arm, row in newest("endless_stream").items() if "perplexity" in row}
+    """The newest line of each policy's arm that has perplexities, by position in the stream."""
+    return {
+        arm: row
+        for arm, row in newest("endless_stream").items()
+        if "perplexity" in row and "policy" in row
+    }
 
 
 def table() -> str:
@@ -32,14 +36,17 @@ def table() -> str:
             f"{row['expected_logical_tokens']:,}; {row['kept_tokens']:,} kept |",
             f"| most head pages | {row['most_head_pages']:,}; computed beforehand: at most "
             f"{row['bound_head_pages']:,} |",
-            f"| the same in decode | {row['most_head_pages_in_decode']:,}; at most "
-            f"{row['bound_head_pages_in_decode']:,} |",
             f"| resident memory in decode | {rss['first']:,.0f} MiB at first, {rss['last']:,.0f} "
             f"at the end ({rss['last'] / rss['first'] - 1:+.1%}) |",
             f"| decode, first and last {row['tokens_compared']:,} tokens | "
             f"{row['decode_tok_s_first']:.1f} and {row['decode_tok_s_last']:.1f} tok/s "
             f"({row['last_to_first']:.3f}x) |",
         ]
+        if "most_head_pages_in_decode" in row:  # not in the first lines
+            lines.append(
+                f"| most head pages in decode | {row['most_head_pages_in_decode']:,}; computed "
+                f"beforehand: at most {row['bound_head_pages_in_decode']:,} |"
+            )
     for arm, found in arms.items():
         values = found["perplexity"]
         lines.append(
@@ -55,13 +62,13 @@ def table() -> str:
 def _beside(row: dict[str, Any]) -> str:
     """The stream beside the window that is recomputed, on the same tokens."""
     both = row["beside_stream"]
-    halves = [row[f"beside_stream_{half}_half"]["ratio"] for half in ("first", "second")]
-    low, high = both["ratio_interval"]
+    tokens, (low, high) = both["n"] * row["tokens_per_place"], both["ratio_interval"]
+    first, second = (row[f"beside_stream_{half}_half"]["ratio"] for half in ("first", "second"))
     return (
-        f"| perplexity beside a recomputed window, the same {both['n'] * row['tokens_per_place']:,} "
-        f"tokens at {both['n']} places | {both['ppl']:.1f} beside {both['full_ppl']:.1f} "
-        f"({both['ratio']:.3f}x, {low:.3f} - {high:.3f}); {halves[0]:.3f}x in the first half of the "
-        f"stream, {halves[1]:.3f}x in the second |"
+        f"| perplexity beside a recomputed window, the same {tokens:,} tokens at {both['n']} "
+        f"places | {both['ppl']:.1f} beside {both['full_ppl']:.1f} ({both['ratio']:.3f}x, "
+        f"{low:.3f} - {high:.3f}); {first:.3f}x in the first half of the stream, {second:.3f}x in "
+        "the second |"
     )
 
 

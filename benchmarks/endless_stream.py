@@ -228,7 +228,8 @@ def wrong(args: argparse.Namespace) -> str | None:
         if args.sinks + args.recent >= BUCKET:
             return f"--sinks, --recent: must be less than {BUCKET:,} together"
         if args.tokens < 3 * BUCKET:  # a place in each half of what follows the first bucket
-            return f"--tokens: must be at least {3 * BUCKET:,} with --perplexity, got {args.tokens:,}"
+            least = f"{3 * BUCKET:,} with --perplexity"
+            return f"--tokens: must be at least {least}, got {args.tokens:,}"
         if args.samples < 1:
             return f"--samples: must be at least 1, got {args.samples}"
     elif args.decode < 2 * WARM_UP:

@@ -10,7 +10,9 @@ from typing import Any, ClassVar
 import pytest
 from fake_server import FakeServer, Run, refused, runner
 
-from sglang_kv.benchmarks import endless_stream
+from sglang_kv.benchmarks import endless_figures, endless_stream, records
+
+PERPLEXITY = ("--perplexity", "--tokens", "300")
 
 
 class Streaming(FakeServer):
@@ -47,6 +49,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     monkeypatch.setattr(endless_stream, "BUCKET", 100)
     monkeypatch.setattr(endless_stream, "WARM_UP", 10)
     monkeypatch.setattr(endless_stream, "RUN", 4)
+    monkeypatch.setattr(records, "FOLDER", tmp_path / "results")
     return runner(tmp_path / "results", monkeypatch)
 
 
@@ -70,14 +73,17 @@ def test_memory_and_speed(run: Run, flags: tuple[str, ...]) -> None:
     assert row["last_to_first"] == pytest.approx(1, abs=0.5)
     assert row["rss_in_prompt_mib"] is None  # it took less than the samples' first 20 s
     assert row["rss_in_decode_mib"]["most"] > 0
+    bound = row["bound_head_pages_in_decode"]
+    said = f"| most head pages in decode | 600; computed beforehand: at most {bound:,} |"
+    assert said in endless_figures.table().splitlines()
     (server,) = FakeServer.started
     assert [len(prompt) for prompt in server.prompts] == [128, 250]
     assert server.flushed == 1
 
 
 def test_perplexity(run: Run, flags: tuple[str, ...]) -> None:
-    more = ("--perplexity", "--tokens", "300", "--without-sinks", "150", "--samples", "3")
-    stream, without, anew = run(endless_stream, *flags, *more)
+    more = ("--without-sinks", "150", "--samples", "3")
+    stream, without, anew = run(endless_stream, *flags, *PERPLEXITY, *more)
     assert [row["arm"] for row in (stream, without, anew)] == [
         *("4 sinks", "no sinks", "recomputed window")
     ]
@@ -93,6 +99,14 @@ def test_perplexity(run: Run, flags: tuple[str, ...]) -> None:
     ids = server.prompts[0]
     for at, prompt in zip(endless_stream.places(300, 3), server.prompts[2:], strict=True):
         assert prompt == ids[at - 64 : at + 4]
+    assert endless_figures.table().splitlines()[-1] == (
+        "| perplexity beside a recomputed window, the same 24 tokens at 6 places | "
+        "2.0 beside 4.0 (0.500x, 0.500 - 0.500); "
+        "0.500x in the first half of the stream, 0.500x in the second |"
+    )
+    figure = endless_figures.figure()
+    assert figure is not None
+    assert [series.label for series in figure.series] == ["4 sinks", "no sinks"]
 
 
 def test_the_same_tokens_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,7 +135,7 @@ def test_the_same_tokens_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (["--decode", "19"], "--decode: must be at least 20, got 19"),
         (["--perplexity", "--tokens", "299"], "--tokens: must be at least 300 with --perplexity"),
-        (["--perplexity", "--tokens", "300", "--samples", "0"], "--samples: must be at least 1, got 0"),
+        ([*PERPLEXITY, "--samples", "0"], "--samples: must be at least 1, got 0"),
         (["--perplexity", "--recent", "96"], "--sinks, --recent: must be less than 100 together"),
         (["--text", "nowhere.txt"], "--text: nowhere.txt: no such file"),
     ],
