@@ -125,7 +125,9 @@ def sample(pid: int, seconds: int, rate: int) -> list[str]:
         out = Path(folder) / "stacks.txt"
         command = [str(PY_SPY), "record", "--pid", str(pid)]
         command += ["--duration", str(seconds), "--rate", str(rate), "--function"]
-        command += ["--format", "raw", "--output", str(out)]
+        # Stopping the process for each sample would make threads wait for each other, and that
+        # wait would be counted where they meet: in the products.
+        command += ["--nonblocking", "--format", "raw", "--output", str(out)]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode or not out.exists():
             raise SystemExit(f"py-spy: {done.stderr.strip()[-500:]}")
@@ -140,7 +142,9 @@ def measure(server: Server, args: argparse.Namespace, policy: Any) -> dict[str, 
         begin = time.perf_counter()
         time.sleep(args.seconds)
         step_ms = decoding.step_s(begin, time.perf_counter()) * 1e3
-        stacks = sample(server.scheduler_pid, args.seconds, args.rate)
+        begin = time.perf_counter()
+        stacks = sample(server.scheduler_pid, args.sampled_seconds, args.rate)
+        sampled_ms = decoding.step_s(begin, time.perf_counter()) * 1e3
         # By the threads: an event may have several tokens.
         if not decoding.all_decode():
             raise SystemExit("the answers ended while they were sampled: raise --tokens")
@@ -149,6 +153,7 @@ def measure(server: Server, args: argparse.Namespace, policy: Any) -> dict[str, 
     found, samples = shares(stacks)
     return {
         "step_ms": round(step_ms, 1),
+        "sampled_step_ms": round(sampled_ms, 1),
         "samples": samples,
         "parts_ms": {part: round(share * step_ms, 2) for part, share in found.items()},
     }
@@ -162,8 +167,9 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--context", type=int, default=4000)
     parser.add_argument("--tokens", type=int, default=1000, help="at most, per answer")
-    parser.add_argument("--seconds", type=int, default=15, help="timed, then as long sampled")
-    parser.add_argument("--rate", type=int, default=100, help="samples per second")
+    parser.add_argument("--seconds", type=int, default=15, help="timed without sampling")
+    parser.add_argument("--sampled-seconds", type=int, default=60, help="sampled after that")
+    parser.add_argument("--rate", type=int, default=20, help="samples per second")
     parser.add_argument("--arms", default="stock,none,snapkv 1/4")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
