@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
 import re
 import statistics
 import sys
@@ -47,6 +48,7 @@ def best(context: Any, index: int, vocabulary: int) -> int:
 def open_model(job: dict[str, Any]) -> tuple[Any, Any, int]:
     """Context and model for all prompts at once; tokens in the vocabulary."""
     sequences, length = len(job["prompts"]), len(job["prompts"][0])
+    logging.getLogger("llama-cpp-python").setLevel(logging.ERROR)  # else each tensor has lines
     llama_cpp.llama_backend_init()
     options = llama_cpp.llama_model_default_params()
     options.n_gpu_layers = 0
