@@ -26,10 +26,10 @@ def python_of(folder: Path) -> Path:
 
 
 def install(engine: str, folder: Path) -> None:
-    """An environment with the engine in it, made if it is not there."""
-    if python_of(folder).exists():
-        return
-    subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+    """An environment with the engine in it. What is there already is not made again: pip sees
+    that, and ends what an interrupted run has left half done."""
+    if not python_of(folder).exists():
+        subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
     pip = [str(python_of(folder)), "-m", "pip", "install", *PACKAGES[engine]]
     subprocess.run(pip, check=True, env={**os.environ, **NATIVE}, stdout=sys.stderr)
 

@@ -91,6 +91,27 @@ def test_a_timed_job_runs_every_time(
     assert calls == [False, False]
 
 
+def test_an_interrupted_installation_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands: list[list[str]] = []
+
+    def run(command: list[str], **_: Any) -> None:
+        commands.append(command)
+        if "venv" in command:
+            python = peers_outside.python_of(Path(command[-1]))
+            python.parent.mkdir(parents=True)
+            python.touch()
+
+    monkeypatch.setattr(peers_outside.subprocess, "run", run)
+    for _ in range(2):
+        peers_outside.install("kvpress", tmp_path / "env")
+    assert ["venv" in command for command in commands] == [True, False, False]
+    for command in commands[1:]:
+        assert command[0] == str(peers_outside.python_of(tmp_path / "env"))
+        assert command[-2:] == ["install", *peers_outside.PACKAGES["kvpress"]]
+
+
 class FakeLlama(ModuleType):
     """llama.cpp's C functions, as far as the runner calls them: a batch has the room it was
     made with, and a context takes no more tokens at once than its ``n_batch``."""
