@@ -144,10 +144,11 @@ def measure(server: Server, args: argparse.Namespace, policy: Any) -> dict[str, 
         step_ms = decoding.step_s(begin, time.perf_counter()) * 1e3
         begin = time.perf_counter()
         stacks = sample(server.scheduler_pid, args.sampled_seconds, args.rate)
-        sampled_ms = decoding.step_s(begin, time.perf_counter()) * 1e3
+        end = time.perf_counter()
         # By the threads: an event may have several tokens.
         if not decoding.all_decode():
             raise SystemExit("the answers ended while they were sampled: raise --tokens")
+        sampled_ms = decoding.step_s(begin, end) * 1e3
     finally:
         decoding.leave()
     found, samples = shares(stacks)

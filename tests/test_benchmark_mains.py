@@ -70,12 +70,20 @@ def test_step_time(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     stacks = [f"{loop};apply (unquant.py:1) 3", f"{loop};decode (attention.py:9) 1"]
     monkeypatch.setattr(step_time, "Server", Steady)
     monkeypatch.setattr(step_time, "PY_SPY", tmp_path)
-    monkeypatch.setattr(step_time, "sample", lambda pid, seconds, rate: stacks)
+
+    def sample(pid: int, seconds: int, rate: int) -> list[str]:
+        assert (seconds, rate) == (2, 20)
+        time.sleep(0.5)  # steps go on meanwhile
+        return stacks
+
+    monkeypatch.setattr(step_time, "sample", sample)
     sizes = ("--batch", "2", "--context", "64", "--seconds", "1", "--tokens", "400")
+    sizes += ("--sampled-seconds", "2")
     rows = run(step_time, "--model", "m", *sizes, "--arms", "stock,none")
     assert [row["arm"] for row in rows] == ["stock", "none"]
     for row in rows:
         assert row["samples"] == 4
+        assert row["sampled_step_ms"] > 0
         parts = row["parts_ms"]
         assert parts["linear layers"] == pytest.approx(3 * parts["attention"], abs=0.1)
         assert sum(parts.values()) == pytest.approx(row["step_ms"], abs=0.2)
